@@ -1,0 +1,3 @@
+"""Version of ``flare-cli``; the one place it is written."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,146 @@
+"""What the engine needs from others, and what the record path needs from the engine.
+
+Each port's docstring says who calls it, whether it may block, who owns what until when, and what a failure means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from flare_core.plan import StepPlan, StepResult
+from flare_core.prefix import PrefixQuery, Restorable, StoreEvent, StoreRequest, Tier
+
+__all__ = ["Collective", "JobGate", "KeyValue", "ModelRunner", "PageMemory", "PendingStep", "PrefixStore"]
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Block until the step has finished on this rank's device; then what it gave."""
+        ...
+
+
+class ModelRunner(Protocol):
+    """Executes step plans on one rank, in order. Called by the engine thread only.
+
+    ``launch`` may block (a CPU computes at once). A fault in it is a fault of the rank: the process ends.
+    """
+
+    def launch(self, plan: StepPlan) -> PendingStep:
+        """Begin ``plan``; the plan's jobs have been waited for by the caller."""
+        ...
+
+
+class JobGate(Protocol):
+    """Orders transfer jobs against steps on one rank. Called by the engine thread."""
+
+    def wait_for_jobs(self, jobs: Sequence[int]) -> None:
+        """Block until these jobs have finished on this rank. The watchdog bounds the wait, not this call."""
+        ...
+
+    def step_finished(self, step: int) -> None:
+        """Steps up to ``step`` have finished on this rank's device: jobs waiting for them may start."""
+        ...
+
+
+class PageMemory(Protocol):
+    """A rank's pages and rows as memory. Thread-safe, non-blocking; valid until the engine is closed.
+
+    A page or row is an ordered list of (address, length): one segment in flare's own pool, several elsewhere.
+    Addresses are host addresses when ``device`` is "cpu" and device addresses otherwise.
+    """
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda:N"."""
+        ...
+
+    def page_segments(self, page: int) -> Sequence[tuple[int, int]]:
+        """Segments of page ``page``; lengths sum to ``Geometry.page_bytes``."""
+        ...
+
+    def row_segments(self, slot: int) -> Sequence[tuple[int, int]]:
+        """Segments of row slot ``slot``; lengths sum to ``Geometry.row_stride``."""
+        ...
+
+
+class PrefixStore(Protocol):
+    """Records outside the device: rank zero's view. Called by the engine thread only; nothing here blocks.
+
+    Pages, row slots and ancestors named in a fetch or a store belong to the store until ``poll`` has returned the
+    ticket's event. After a poisoning nothing is reported any more: ``poll`` raises ``Poisoned``.
+    """
+
+    def lookup(self, query: PrefixQuery) -> Restorable:
+        """The longest prefix that all ranks hold; no segments where nothing goes beyond the device's share."""
+        ...
+
+    def fetch(
+        self,
+        query: PrefixQuery,
+        restorable: Restorable,
+        *,
+        pages: Sequence[int],
+        row_slot: int | None,
+        after_step: int,
+    ) -> int:
+        """Restore into ``pages``: one page id for every page index from ``query.num_device_pages`` on.
+
+        ``after_step`` is the last step that touches these pages or the slot. Returns a ticket."""
+        ...
+
+    def store(self, request: StoreRequest) -> int | None:
+        """Store what is not stored yet. Returns a ticket, or None: nothing to do, or dropped (and counted)."""
+        ...
+
+    def poll(self) -> Sequence[StoreEvent]:
+        """Events since the last call.
+
+        Raises:
+            Poisoned: ranks can no longer account for each other; stop at once.
+        """
+        ...
+
+    def cancel(self, ticket: int) -> None:
+        """Give up a fetch as far as it has not begun; its event still comes."""
+        ...
+
+    def reset(self, tier: Tier) -> None:
+        """Forget what ``tier`` (memory) holds and nothing pins."""
+        ...
+
+
+class Collective(Protocol):
+    """Sums and gathers bytes between ranks for runners without torch. Blocks until every rank has called."""
+
+    @property
+    def rank(self) -> int: ...
+
+    @property
+    def world_size(self) -> int: ...
+
+    def all_gather(self, data: bytes) -> list[bytes]:
+        """``data`` of every rank, by rank."""
+        ...
+
+
+class KeyValue(Protocol):
+    """The table that ``torch.distributed`` meets in. Thread-safe; ``get`` and ``wait`` block up to the timeout."""
+
+    def set(self, key: str, value: bytes) -> None: ...
+
+    def get(self, key: str, timeout_seconds: float) -> bytes: ...
+
+    def add(self, key: str, amount: int) -> int: ...
+
+    def wait(self, keys: Sequence[str], timeout_seconds: float) -> None: ...
+
+    def check(self, keys: Sequence[str]) -> bool: ...
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
+
+    def delete(self, key: str) -> bool: ...
+
+    def num_keys(self) -> int: ...
