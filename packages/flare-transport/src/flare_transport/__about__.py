@@ -1,0 +1,3 @@
+"""Version of ``flare-transport``; the one place it is written."""
+
+__version__ = "0.1.0"

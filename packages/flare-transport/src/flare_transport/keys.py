@@ -1,0 +1,78 @@
+"""The cluster key: its file, and the keys derived from it. Owns file checks and HKDF; knows no protocol.
+
+HKDF-SHA256 (RFC 5869) is written with the standard library, so that printing a key or a plaintext link loads no
+cryptographic extension.
+"""
+
+import hashlib
+import hmac
+import os
+import re
+import secrets
+import stat
+from pathlib import Path
+from typing import IO
+
+from flare_transport.errors import KeyFileError
+
+KEY_BYTES = 32
+_MAX_FILE_BYTES = 4096
+_HEX_KEY = re.compile(rb"[0-9a-fA-F]{64}")
+
+
+def generate_key() -> str:
+    """Return a new random 32-byte key as a line of 64 hexadecimal digits, without the newline."""
+    return secrets.token_hex(KEY_BYTES)
+
+
+def write_key(file: IO[str]) -> None:
+    """Write a new key and a newline to `file`; where that is a regular file, close it to other users first.
+
+    So `flare key > cluster.key` makes a file that `load_key_file` accepts under any umask.
+    """
+    try:
+        descriptor = file.fileno()
+    except OSError:  # a stream without a descriptor, as in-memory ones are
+        descriptor = -1
+    if descriptor >= 0 and stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.fchmod(descriptor, 0o600)
+    file.write(generate_key() + "\n")
+
+
+def load_key_file(path: str | os.PathLike[str]) -> bytes:
+    """Read a 32-byte key written as 64 hexadecimal digits; raises `KeyFileError` naming the file and the remedy.
+
+    The file must be regular, owned by this user or by root, and closed to group and others.
+    """
+    name = Path(path)
+    try:
+        with name.open("rb") as file:
+            status = os.fstat(file.fileno())
+            content = file.read(_MAX_FILE_BYTES)
+    except OSError as error:
+        raise KeyFileError(f"key file {name}: {error.strerror}; make one with: flare key > {name}") from error
+    if not stat.S_ISREG(status.st_mode):
+        raise KeyFileError(f"key file {name} is not a regular file")
+    if status.st_uid not in {os.geteuid(), 0}:
+        raise KeyFileError(f"key file {name} belongs to user {status.st_uid}; it must belong to the user who runs flare")
+    if status.st_mode & 0o077:
+        mode = stat.S_IMODE(status.st_mode)
+        raise KeyFileError(f"key file {name} is open to other users (mode {mode:04o}); run: chmod 600 {name}")
+    text = content.strip()
+    if _HEX_KEY.fullmatch(text) is None:
+        raise KeyFileError(
+            f"key file {name} does not hold a key: expected {2 * KEY_BYTES} hexadecimal digits, found {len(text)} bytes; "
+            f"make one with: flare key > {name}"
+        )
+    return bytes.fromhex(text.decode("ascii"))
+
+
+def derive_key(key: bytes, purpose: str, *, salt: bytes = b"", num_bytes: int = KEY_BYTES) -> bytes:
+    """Derive `num_bytes` (at most 8160) from `key` for one `purpose`: HKDF-SHA256, info = the purpose in UTF-8."""
+    pseudorandom = hmac.digest(salt or bytes(hashlib.sha256().digest_size), key, "sha256")
+    derived, block, counter = b"", b"", 0
+    while len(derived) < num_bytes:
+        counter += 1
+        block = hmac.digest(pseudorandom, block + purpose.encode() + bytes([counter]), "sha256")
+        derived += block
+    return derived[:num_bytes]
