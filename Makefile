@@ -1,0 +1,58 @@
+# One command each, on a fresh Debian or Ubuntu with Python 3.11 or later. Everything they make is in .venv, .tox, build
+# and the user's cache (the default model); `make clean` removes all but the last.
+PYTHON ?= python3
+TOX := .venv/bin/tox
+ENGINE := $(TOX) exec -q -e engine --
+
+.PHONY: help demo test check cov bench qualify clean
+
+help:
+	@echo "make demo      serve the default model on two ranks, restore its prefixes, print the table"
+	@echo "make test      tests of every package"
+	@echo "make check     format, lint, types, import contracts, rules of the repository"
+	@echo "make cov       branch coverage of protocol and record modules"
+	@echo "make bench     the benchmarks"
+	@echo "make qualify   qualification: simulator and real faults"
+	@echo "make clean     remove what these commands made in this directory"
+
+demo: .tox/engine.stamp
+	$(ENGINE) python -m flare_qualify.demo
+
+test: .tox/light.stamp .tox/engine.stamp
+	$(TOX) run -m test
+
+check: .tox/light.stamp .tox/engine.stamp
+	$(TOX) run -e check
+	$(ENGINE) mypy
+
+cov: .tox/light.stamp
+	$(TOX) run -e cov
+
+bench: .tox/engine.stamp
+	$(ENGINE) python -m flare_qualify.bench
+
+qualify: .tox/engine.stamp
+	$(ENGINE) python -m flare_qualify
+
+clean:
+	rm -rf .venv .tox build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
+
+# tox notices a changed tox.ini, but not that a package changed what it depends on.
+DECLARED := tox.ini constraints.txt $(wildcard packages/*/pyproject.toml) qualify/pyproject.toml
+
+.tox/engine.stamp: $(TOX) $(DECLARED)
+	$(TOX) run -e engine --notest $(if $(wildcard $@),--recreate)
+	touch $@
+
+.tox/light.stamp: $(TOX) $(DECLARED)
+	$(TOX) run -e check,transport,core,cache,cli-light,cov --notest $(if $(wildcard $@),--recreate)
+	touch $@
+
+$(TOX): constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "$(PYTHON) is too old: flare needs Python 3.11 or later (make PYTHON=python3.12 ...)"; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' || \
+	  { echo "$(PYTHON) cannot make virtual environments: apt-get install python3-venv"; exit 1; }
+	$(PYTHON) -m venv .venv
+	.venv/bin/python -m pip install -q -c constraints.txt tox
+	touch $@
