@@ -203,7 +203,10 @@ def default_model(progress: Progress) -> Path:
 
     def show(state: FetchProgress) -> None:
         progress.update(
-            task, description=f"default model: {state.step}", completed=state.done_bytes, total=state.total_bytes or None
+            task,
+            description=f"default model: {state.step}",
+            completed=state.done_bytes,
+            total=state.total_bytes or None,
         )
 
     return fetch_default_model(progress=show)
