@@ -37,8 +37,8 @@ qualify: .tox/engine.stamp
 clean:
 	rm -rf .venv .tox build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
 
-# tox notices a changed tox.ini, but not that a package changed what it depends on.
-DECLARED := tox.ini constraints.txt $(wildcard packages/*/pyproject.toml) qualify/pyproject.toml
+# tox itself notices a changed tox.ini, but not that a package changed what it depends on.
+DECLARED := constraints.txt $(wildcard packages/*/pyproject.toml) qualify/pyproject.toml
 
 .tox/engine.stamp: $(TOX) $(DECLARED)
 	$(TOX) run -e engine --notest $(if $(wildcard $@),--recreate)
