@@ -39,7 +39,9 @@ def listen_on(address: Address) -> socket.socket:
     """
     family, sockaddr = resolve(address)
     if ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_unspecified:
-        raise AddressError(f"{address} is every interface; give the one address at which the other ranks reach this host")
+        raise AddressError(
+            f"{address} is every interface; give the one address at which the other ranks reach this host"
+        )
     return bind_and_listen(family, sockaddr)
 
 

@@ -1,4 +1,4 @@
-"""TLS 1.3 between two sides that already authenticated each other's certificate. Owns ephemeral certificates and contexts.
+"""TLS 1.3 between two sides that already authenticated each other's certificate. Owns ephemeral certificates, contexts.
 
 A certificate lives in memory for one run. Each side trusts exactly one certificate, the other side's, and compares
 its digest again after the handshake. Knows nothing of ranks. `ssl` and `cryptography` are loaded on first use, so that

@@ -23,7 +23,7 @@ class Channel(Protocol):
         """The descriptor to poll."""
 
     def receive(self, num_bytes: int) -> bytes | None:
-        """Return up to `num_bytes`, `b""` at the end of the stream, None if nothing has come; raises `OSError`."""
+        """Return up to `num_bytes`, `b""` at the end of the stream, None if none have come; raises `OSError`."""
 
     def send(self, data: Buffer) -> int:
         """Return how many bytes were taken, 0 if none can be now (then offer the same bytes again); raises `OSError`."""

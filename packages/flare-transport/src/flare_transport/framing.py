@@ -1,4 +1,4 @@
-"""Frames: a 16-byte header, then a payload. Owns the header's layout and its checks; knows no socket and no frame's meaning.
+"""Frames: a 16-byte header, then a payload. Owns the header and its checks; knows no socket and no meaning.
 
 A header is `magic(4) version(1) type(1) flags(2) length(4) crc32(4)`, little-endian; the CRC covers the twelve bytes
 before it. What a frame type means and how large it may be is declared by whoever uses it (`FrameType`), and the
@@ -26,7 +26,7 @@ Buffer: TypeAlias = bytes | bytearray | memoryview
 
 @dataclass(frozen=True, slots=True)
 class FrameType:
-    """A kind of frame: `code` (0 to 255; 0 to 31 belong to this package), a `name` for messages, and the largest payload.
+    """A kind of frame: `code` (0 to 255; 0 to 31 belong to this package), a `name` for messages, the largest payload.
 
     Both sides declare the same type; each checks `max_bytes` on its own, the sender before anything is sent.
     """
@@ -84,7 +84,7 @@ class FrameDecoder:
 
     @property
     def num_bytes_wanted(self) -> int:
-        """How many bytes end the header or payload begun: reading no more than this never takes a byte of what follows."""
+        """How many bytes end the header or payload begun: reading no more than this takes no byte of what follows."""
         if self._type is None:
             return HEADER_BYTES - len(self._partial)
         return len(self._payload) - self._num_filled
@@ -126,9 +126,8 @@ class FrameDecoder:
         if self._fault is not None:
             raise self._fault
         if self._type is not None:
-            self._fail(
-                f"the stream ended inside a {self._type.name} frame, after {self._num_filled} of {len(self._payload)} bytes"
-            )
+            progress = f"{self._num_filled} of {len(self._payload)} bytes"
+            self._fail(f"the stream ended inside a {self._type.name} frame, after {progress}")
         if self._partial:
             self._fail(f"the stream ended inside a frame header, after {len(self._partial)} of {HEADER_BYTES} bytes")
 

@@ -53,8 +53,8 @@ Greeter = Callable[[Caller], None]
 class Reception:
     """Accepts on `listeners` and runs `greet(caller)` for each connection in a daemon thread.
 
-    `greet` owns the caller's socket and must not raise for what a stranger does. Used by one thread; `wake` may be called
-    by any. `close` does not close the listeners.
+    `greet` owns the caller's socket and must not raise for what a stranger does. Used by one thread. `close` does not
+    close the listeners.
     """
 
     def __init__(self, listeners: Sequence[socket.socket], greet: Greeter, settings: GreetingSettings) -> None:
@@ -80,7 +80,10 @@ class Reception:
         self._poller.unregister(descriptor)
 
     def turn(self, timeout_seconds: float) -> list[int]:
-        """Wait for something to happen, accept what has come; returns the watched descriptors that were closed."""
+        """Accept what has come, or wait for it, for the end of a greeting, or for the end of a watched connection.
+
+        Returns the watched descriptors whose other side has closed.
+        """
         ended = []
         for descriptor, _ in self._poller.poll(max(0.0, timeout_seconds) * 1000):
             if descriptor in self._listeners:
@@ -90,12 +93,6 @@ class Reception:
             else:
                 ended.append(descriptor)
         return ended
-
-    def wake(self) -> None:
-        """Make the current or next `turn` return at once."""
-        with self._lock:
-            if not self._is_closed:
-                os.eventfd_write(self._wake_descriptor, 1)
 
     def close(self) -> None:
         """Send everyone away who is still being greeted. Idempotent."""
@@ -146,3 +143,5 @@ class Reception:
         with self._lock:
             if caller in self._pending:
                 self._pending.remove(caller)
+            if not self._is_closed:
+                os.eventfd_write(self._wake_descriptor, 1)

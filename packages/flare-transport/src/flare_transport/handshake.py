@@ -194,9 +194,7 @@ class RankZeroHandshake:
         except VersionMismatchError as mismatch:
             expected, received = mismatch.expected, mismatch.received
             return self._refuse(
-                Refusal(
-                    RefusalCode.VERSION, pack_versions((expected, expected)), pack_versions((received, received))
-                )
+                Refusal(RefusalCode.VERSION, pack_versions((expected, expected)), pack_versions((received, received)))
             )
         except RemoteProtocolError:
             self.state = HandshakeState.FAILED

@@ -211,5 +211,7 @@ def _trailing_certificate(name: str, payload: bytes | memoryview, fixed: struct.
     length = fixed.unpack_from(payload)[-1]
     certificate = bytes(payload[fixed.size :])
     if length != len(certificate) or length > MAX_CERTIFICATE_BYTES:
-        raise RemoteProtocolError(f"a {name} frame announces a certificate of {length} bytes and has {len(certificate)}")
+        raise RemoteProtocolError(
+            f"a {name} frame announces a certificate of {length} bytes and has {len(certificate)}"
+        )
     return certificate

@@ -54,14 +54,16 @@ def load_key_file(path: str | os.PathLike[str]) -> bytes:
     if not stat.S_ISREG(status.st_mode):
         raise KeyFileError(f"key file {name} is not a regular file")
     if status.st_uid not in {os.geteuid(), 0}:
-        raise KeyFileError(f"key file {name} belongs to user {status.st_uid}; it must belong to the user who runs flare")
+        raise KeyFileError(
+            f"key file {name} belongs to user {status.st_uid}; it must belong to the user who runs flare"
+        )
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
         raise KeyFileError(f"key file {name} is open to other users (mode {mode:04o}); run: chmod 600 {name}")
     text = content.strip()
     if _HEX_KEY.fullmatch(text) is None:
         raise KeyFileError(
-            f"key file {name} does not hold a key: expected {2 * KEY_BYTES} hexadecimal digits, found {len(text)} bytes; "
+            f"key file {name} does not hold a key: expected {2 * KEY_BYTES} hex digits, found {len(text)} bytes; "
             f"make one with: flare key > {name}"
         )
     return bytes.fromhex(text.decode("ascii"))

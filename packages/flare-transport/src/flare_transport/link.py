@@ -3,8 +3,8 @@
 Owns its socket and its thread. Knows no frame type but HEARTBEAT and BYE; everything else goes to the router's
 receivers. The thread runs no consumer code but receivers, end listeners and the heartbeat callback, and never torch.
 
-`send` writes to the socket itself when nothing is queued, which saves a thread switch per frame; whatever the kernel does
-not take at once is left to the I/O thread. One lock serialises the socket's calls, none of which blocks.
+`send` writes to the socket itself when nothing is queued, which saves a thread switch per frame; whatever the kernel
+does not take at once is left to the I/O thread. One lock serialises the socket's calls, none of which blocks.
 """
 
 import contextlib
@@ -150,7 +150,7 @@ class Link:
         self.wait_ended(wait_seconds)
 
     def fail(self, reason: str) -> None:
-        """Give the link up because of a fault that the caller saw; returns at once. The other side sees a disconnect."""
+        """Give the link up for a fault that the caller saw; returns at once. The other side sees a disconnect."""
         self._decide(LinkEnd(EndCause.FAILED_HERE, f"{self._name}: {reason}"))
 
     def wait_ended(self, timeout_seconds: float | None = None) -> bool:
@@ -216,9 +216,7 @@ class Link:
 class _Loop:
     """What the I/O thread of one link does, and the state that only it touches."""
 
-    def __init__(
-        self, link: Link, channel: Channel, wake_descriptor: int, router: Router, pulse: Pulse | None
-    ) -> None:
+    def __init__(self, link: Link, channel: Channel, wake_descriptor: int, router: Router, pulse: Pulse | None) -> None:
         self._link = link
         self._channel = channel
         self._wake_descriptor = wake_descriptor
@@ -255,6 +253,7 @@ class _Loop:
         poller = select.poll()
         poller.register(self._wake_descriptor, select.POLLIN)
         channel_descriptor = self._channel.fileno()
+        is_first_turn = True
         while True:
             with link._lock:
                 if link._queue:
@@ -267,10 +266,13 @@ class _Loop:
             if self._is_bye_received and not has_output:
                 return self._parted()
             poller.register(channel_descriptor, select.POLLIN | (select.POLLOUT if has_output else 0))
-            ready = dict(poller.poll(self._timeout_milliseconds(state)))
+            timeout = 0 if is_first_turn else self._timeout_milliseconds(state)
+            ready = dict(poller.poll(timeout))
             if self._wake_descriptor in ready:
                 os.eventfd_read(self._wake_descriptor)
-            is_readable = bool(ready.get(channel_descriptor, 0) & _READABLE)
+            # On the first turn bytes may wait inside TLS, where the descriptor does not show them.
+            is_readable = is_first_turn or bool(ready.get(channel_descriptor, 0) & _READABLE)
+            is_first_turn = False
             end = self._read() if is_readable else None
             end = end or self._mind_time(is_readable=is_readable)
             if end is not None:

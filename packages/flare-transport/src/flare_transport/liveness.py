@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatSettings:
-    """A heartbeat is sent every `interval_seconds`; none received for `deadline_seconds` means the other side is dead."""
+    """A heartbeat is sent every `interval_seconds`; none received for `deadline_seconds` is the other side's death."""
 
     interval_seconds: float = 1.0
     deadline_seconds: float = 5.0

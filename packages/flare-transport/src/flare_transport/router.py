@@ -45,7 +45,7 @@ EndListener: TypeAlias = Callable[["Link", LinkEnd], None]
 
 
 class Router:
-    """Routes of one link. Declare every route before the other side may send such a frame: an unrouted type ends the link.
+    """Routes of one link. Declare each route before the other side may send such a frame: an unrouted type ends the link.
 
     Receivers and end listeners run on the link's I/O thread and must not block. A receiver that raises ends the link.
     """
@@ -62,7 +62,7 @@ class Router:
         return self._types
 
     def route(self, frame_type: FrameType, receiver: Receiver) -> None:
-        """Deliver frames of this type to `receiver(link, payload)`; raises `LocalProtocolError` if the code is taken."""
+        """Deliver frames of this type to `receiver(link, payload)`; raises `LocalProtocolError` if it is taken."""
         if frame_type.code in self._receivers or frame_type.code == BYE.code:
             raise LocalProtocolError(f"frame code {frame_type.code} ({frame_type.name}) is taken on this link")
         self._receivers[frame_type.code] = receiver

@@ -34,7 +34,7 @@ class TimedSocket:
             self.socket.sendall(data)
 
     def receive(self, max_bytes: int) -> bytes:
-        """Wait for at least one byte and return at most `max_bytes`; raises `ConnectionCutError` at the stream's end."""
+        """Wait for at least one byte and return at most `max_bytes`; raises `ConnectionCutError` at the end."""
         self.socket.settimeout(self.remaining_seconds())
         data = self.socket.recv(max_bytes)
         if not data:
