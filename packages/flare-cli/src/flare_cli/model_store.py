@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from flare_core.errors import FlareError
+
 __all__ = [
     "DEFAULT_MODEL",
     "FetchProgress",
@@ -39,7 +41,7 @@ _CHUNK_BYTES = 1 << 20
 _POLL_SECONDS = 0.2
 
 
-class ModelFetchError(Exception):
+class ModelFetchError(FlareError):
     """The model could not be fetched; the message names the cause and the remedy and needs no traceback."""
 
 
