@@ -1,0 +1,241 @@
+"""The record directory of one rank: a private directory, its lock, and what may be done to the names in it.
+
+Every path below is a name relative to a descriptor of the directory, opened without following links; a directory
+that is moved or replaced later cannot lead a write elsewhere. Foreign names are never touched. What the files hold
+is the codec's business, which records are wanted is rank zero's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import stat
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from flare_cache.directory_lock import acquire_lock
+from flare_cache.record import Problem, RecordError
+from flare_cache.record_file import errno_name, open_flags
+from flare_cache.set_file import SetFile, read_set_file, write_set_file
+from flare_core.errors import UsageError
+
+__all__ = ["LOCK_TIMEOUT_SECONDS", "RECORD_NAME", "TEMPORARY_NAME", "RecordDirectory", "open_private", "temporary_name"]
+
+LOCK_TIMEOUT_SECONDS = 15.0
+RECORD_NAME = re.compile(r"[0-9a-f]{64}\.rec")
+TEMPORARY_NAME = re.compile(r"[0-9a-f]{64}\.[0-9a-f]{32}\.tmp")
+
+_DAMAGE = {errno.EIO, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EUCLEAN, errno.EBADMSG}
+
+
+def temporary_name(key: bytes, store_id: bytes) -> str:
+    """Name of a record's file while it is written: of no other store, and recognised as flare's after a crash."""
+    return f"{key.hex()}.{store_id.hex()}.tmp"
+
+
+def open_private(path: Path) -> int:
+    """A descriptor of an existing directory that only this user can enter.
+
+    Raises:
+        UsageError: missing, a symbolic link, no directory, another user's, or open to group or others.
+    """
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except OSError as error:
+        if path.is_symlink():
+            raise UsageError(f"{path} is a symbolic link: give the directory itself") from error
+        raise UsageError(f"{path} cannot be opened as a directory: {error.strerror}") from error
+    status = os.fstat(fd)
+    mode = stat.S_IMODE(status.st_mode)
+    problem = None
+    if status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}, this process runs as {os.geteuid()}: give a directory of its own"
+    elif mode & 0o077:
+        problem = f"has mode {mode:04o}; records are users' prompts: chmod 700 {path}"
+    if problem is not None:
+        os.close(fd)
+        raise UsageError(f"{path} {problem}")
+    return fd
+
+
+@dataclass(slots=True)
+class RecordDirectory:
+    """An open, locked record directory. Thread-safe; calls block for the file system.
+
+    Attributes:
+        path: for messages only.
+        dir_fd, lock_fd: held until :meth:`close`.
+        stores_stopped: why nothing is stored here any more (a failed fsync), or None.
+    """
+
+    path: Path
+    dir_fd: int
+    lock_fd: int
+    stores_stopped: str | None = None
+    _sizes: dict[str, int] = field(default_factory=dict)
+    _charged: int = 0
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    @classmethod
+    def open(cls, path: Path, *, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Self:
+        """Create the directory if need be (mode 0700), check that it is private, lock it, sweep temporaries.
+
+        Waits up to ``lock_timeout_seconds`` for another holder.
+
+        Raises:
+            UsageError: it cannot be created or written, is not private, or is in use; names the remedy.
+        """
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            pass
+        except FileNotFoundError as error:
+            raise UsageError(f"{path} cannot be created: {path.parent} does not exist") from error
+        except OSError as error:
+            raise UsageError(f"{path} cannot be created: {error.strerror}") from error
+        dir_fd = open_private(path)
+        try:
+            lock_fd = acquire_lock(dir_fd, str(path), timeout_seconds=lock_timeout_seconds)
+        except OSError as error:
+            os.close(dir_fd)
+            raise UsageError(
+                f"{path} cannot be written: {error.strerror}: give a directory that this user can write"
+            ) from error
+        except BaseException:
+            os.close(dir_fd)
+            raise
+        directory = cls(path=path, dir_fd=dir_fd, lock_fd=lock_fd)
+        try:
+            directory._sweep_temporaries()
+        except OSError as error:
+            directory.close()
+            raise UsageError(f"{path}: a temporary file cannot be removed: {error.strerror}") from error
+        return directory
+
+    def _sweep_temporaries(self) -> None:
+        with os.scandir(self.dir_fd) as entries:
+            orphans = [entry.name for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)]
+        for name in orphans:
+            os.unlink(name, dir_fd=self.dir_fd)
+
+    def close(self) -> None:
+        """Give the lock back. Nothing may use the directory afterwards."""
+        os.close(self.lock_fd)
+        os.close(self.dir_fd)
+
+    def read_set(self) -> SetFile | None:
+        """See :func:`flare_cache.set_file.read_set_file`."""
+        return read_set_file(self.dir_fd, str(self.path))
+
+    def adopt(self, content: SetFile) -> None:
+        """Write ``set.json``: from now on the directory belongs to this rank of this set.
+
+        Raises:
+            UsageError: it could not be written.
+        """
+        try:
+            write_set_file(self.dir_fd, content)
+        except OSError as error:
+            raise UsageError(f"{self.path}/set.json cannot be written: {error.strerror}") from error
+
+    def open_record(self, name: str, *, direct: bool, writable: bool = False) -> int:
+        """A descriptor of an existing record file.
+
+        Raises:
+            RecordError: MISSING, READ_ERROR, or NOT_A_RECORD for what is no regular file.
+            OSError: this process cannot open files; the record may be sound.
+        """
+        flags = (os.O_RDWR if writable else os.O_RDONLY) | open_flags(direct=direct)
+        try:
+            fd = os.open(name, flags, dir_fd=self.dir_fd)
+        except FileNotFoundError as error:
+            raise RecordError(Problem.MISSING, name) from error
+        except OSError as error:
+            if error.errno not in _DAMAGE:
+                raise
+            raise RecordError(Problem.READ_ERROR, f"{errno_name(error)} on opening {name}") from error
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            os.close(fd)
+            raise RecordError(Problem.NOT_A_RECORD, f"{name} is no regular file")
+        return fd
+
+    def create_temporary(self, name: str, *, direct: bool, num_bytes: int) -> int:
+        """A new file (mode 0600) of that name, charged with ``num_bytes`` from now on.
+
+        Raises:
+            OSError: it exists, or the file system refuses.
+        """
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | open_flags(direct=direct)
+        fd = os.open(name, flags, 0o600, dir_fd=self.dir_fd)
+        self.charge(name, num_bytes)
+        return fd
+
+    def publish(self, temporary: str, name: str) -> None:
+        """Give a finished temporary its final name without replacing a file of that name.
+
+        Raises:
+            OSError: FileExistsError among them; either name may exist then.
+        """
+        # link and unlink rather than renameat2: the same effect through calls that every file system and Python have.
+        os.link(temporary, name, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd, follow_symlinks=False)
+        os.unlink(temporary, dir_fd=self.dir_fd)
+        with self._mutex:
+            self._sizes[name] = self._sizes.pop(temporary, 0)
+
+    def remove(self, name: str) -> int:
+        """Unlink ``name``; the bytes that it was charged with. A missing file is removed already.
+
+        Raises:
+            OSError: it is still there.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(name, dir_fd=self.dir_fd)
+        return self.charge(name, 0)
+
+    def truncate(self, name: str, size: int) -> int:
+        """Cut a record file to ``size`` bytes if it is longer; the bytes given back.
+
+        Raises:
+            RecordError: it cannot be opened.
+            OSError: it was not cut.
+        """
+        fd = self.open_record(name, direct=False, writable=True)
+        try:
+            before = os.fstat(fd).st_size
+            if before > size:
+                os.ftruncate(fd, size)
+        finally:
+            os.close(fd)
+        self.charge(name, min(before, size))
+        return max(0, before - size)
+
+    def sync(self) -> None:
+        """Make renames and unlinks durable. Raises OSError; never call it again after that."""
+        os.fsync(self.dir_fd)
+
+    def charge(self, name: str, num_bytes: int) -> int:
+        """Count ``name`` with ``num_bytes`` from now on (0: no longer); what it counted before."""
+        with self._mutex:
+            before = self._sizes.pop(name, 0)
+            if num_bytes:
+                self._sizes[name] = num_bytes
+            self._charged += num_bytes - before
+        return before
+
+    @property
+    def charged_bytes(self) -> int:
+        """Bytes of all files that count against the disk limit: records, files left alone, temporaries."""
+        return self._charged
+
+    def free_bytes(self) -> int:
+        """Bytes that this user can still write on the file system."""
+        status = os.fstatvfs(self.dir_fd)
+        return status.f_bavail * status.f_frsize
+
+    def file_system(self) -> int:
+        """Device number: ranks of one host with the same one share their free space."""
+        return os.fstat(self.dir_fd).st_dev

@@ -1,0 +1,270 @@
+"""One rank's executor of jobs: worker threads that run stores, fetches, truncations and unlinks on its shelves.
+
+Submitting never blocks. Jobs start in the order that :class:`flare_cache.job_order.JobOrder` allows; a large one is
+split over all threads. Threads here never enter torch. Other ranks, records that ought to exist and what follows
+from a failure are not known here.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from flare_cache.job_check import job_problem
+from flare_cache.job_order import JobOrder
+from flare_cache.job_times import JobTimes
+from flare_cache.jobs import Job, JobOp, JobResult, JobStatus
+from flare_cache.record import RecordError
+from flare_cache.record_file import errno_name
+from flare_cache.transfer import Part, Shelf, Transfer
+from flare_core.errors import Poisoned
+from flare_core.geometry import Geometry
+from flare_core.ports import PageMemory
+from flare_core.prefix import Tier
+
+__all__ = ["DEFAULT_NUM_THREADS", "StagedTransport"]
+
+DEFAULT_NUM_THREADS = 4
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class _Running:
+    """A started job. The fields behind ``job`` change under the transport's mutex only."""
+
+    job: Job
+    started_at: float = 0.0
+    transfer: Transfer | None = None
+    num_parts_left: int = 0
+    failure: JobResult | None = None
+
+
+@dataclass(slots=True)
+class StagedTransport:
+    """Runs jobs on one rank. Thread-safe.
+
+    Attributes:
+        geometry: this rank's; every job is checked against it.
+        num_pages, num_slots: bounds of page ids and row slots.
+        memory: where the pages are; must outlive the threads.
+        shelves: by tier; a job on a tier without one fails.
+        on_started: called with the job's id when its work begins, from a worker thread.
+        on_result: called with the job's result when it has ended, from a worker thread, once for every job; what it
+            raises is logged and lost. By then nothing of the job touches pages, slot, file or staging any more.
+        num_threads: disk threads; 4 with parts of 8 MiB keep one NVMe device or one cloud disk busy.
+    """
+
+    geometry: Geometry
+    num_pages: int
+    num_slots: int
+    memory: PageMemory
+    shelves: Mapping[Tier, Shelf]
+    on_started: Callable[[int], None]
+    on_result: Callable[[JobResult], None]
+    num_threads: int = DEFAULT_NUM_THREADS
+    times: JobTimes = field(default_factory=JobTimes)
+    _order: JobOrder = field(default_factory=JobOrder)
+    _tasks: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
+    _serial: Iterator[int] = field(default_factory=itertools.count)
+    _changed: threading.Condition = field(default_factory=threading.Condition)
+    _threads: list[threading.Thread] = field(default_factory=list)
+    _closing: bool = False
+    _stopped: bool = False
+
+    def start(self) -> None:
+        """Start the threads. To be called before the rank joins, so that failing here fails the join.
+
+        Raises:
+            RuntimeError: the system gives no thread.
+        """
+        for number in range(self.num_threads):
+            thread = threading.Thread(target=self._work, name=f"flare-disk-{number}", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def submit(self, job: Job) -> None:
+        """Take a job; its result comes through ``on_result``. Does not block.
+
+        Raises:
+            ValueError: job ids do not rise.
+            Poisoned: the transport is closed.
+        """
+        with self._changed:
+            if self._closing:
+                raise Poisoned(f"job {job.job_id} after the transport was closed")
+            self._enqueue(self._order.add(job))
+
+    def step_finished(self, step: int) -> None:
+        """Steps up to ``step`` have finished on this rank's device. Does not block."""
+        with self._changed:
+            self._enqueue(self._order.step_finished(step))
+
+    def wait_for_jobs(self, jobs: Sequence[int]) -> None:
+        """Block until these jobs have arrived and ended on this rank.
+
+        Raises:
+            Poisoned: the transport was closed meanwhile.
+        """
+        with self._changed:
+            while not all(map(self._order.is_finished, jobs)):
+                if self._closing:
+                    raise Poisoned("the transport was closed while a step waited for its jobs")
+                self._changed.wait()
+
+    @property
+    def num_jobs(self) -> int:
+        """Jobs that have arrived and not ended."""
+        with self._changed:
+            return self._order.num_jobs
+
+    def close(self, deadline_seconds: float) -> bool:
+        """Take no more jobs, drop those that wait for a step or a job (they fail), end the others and the threads.
+
+        Returns whether all of it happened within ``deadline_seconds``. If not, some thread still moves bytes: keep
+        page memory, shelves and directory as they are until the process ends, and end it with ``os._exit``.
+        """
+        deadline = time.monotonic() + deadline_seconds
+        with self._changed:
+            self._closing = True
+            for job in self._order.drop_waiting():
+                self._push(job.job_id, self._report_task(_failed(job, "closing: the transport was closed first"), job))
+            self._changed.notify_all()
+            while self._order.num_jobs:
+                if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    return False
+            self._stopped = True
+            self._changed.notify_all()
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
+        return not any(thread.is_alive() for thread in self._threads)
+
+    # Tasks: small closures ordered by job id, so that a job begun first is ended first.
+
+    def _push(self, job_id: int, task: Callable[[], None]) -> None:
+        heapq.heappush(self._tasks, (job_id, next(self._serial), task))
+        self._changed.notify()
+
+    def _enqueue(self, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            self._push(job.job_id, self._begin_task(_Running(job)))
+
+    def _begin_task(self, running: _Running) -> Callable[[], None]:
+        return lambda: self._begin(running)
+
+    def _part_task(self, running: _Running, part: Part) -> Callable[[], None]:
+        return lambda: self._run_part(running, part)
+
+    def _report_task(self, result: JobResult, job: Job) -> Callable[[], None]:
+        return lambda: self._report(job, result)
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                while not self._tasks:
+                    if self._stopped:
+                        return
+                    self._changed.wait()
+                task = heapq.heappop(self._tasks)[2]
+            task()
+
+    def _begin(self, running: _Running) -> None:
+        job = running.job
+        running.started_at = time.monotonic()
+        self._call(lambda: self.on_started(job.job_id))
+        problem = job_problem(job, self.geometry, num_pages=self.num_pages, num_slots=self.num_slots)
+        shelf = self.shelves.get(job.tier)
+        if problem is not None or shelf is None:
+            self._end(running, _failed(job, f"plan: {problem or f'this rank has no {job.tier} tier'}"))
+            return
+        try:
+            match job.op:
+                case JobOp.STORE:
+                    transfer = shelf.store(job, self.memory)
+                case JobOp.FETCH:
+                    transfer = shelf.fetch(job, self.memory)
+                case JobOp.TRUNCATE:
+                    self._end(running, _done(job, shelf.truncate(job)))
+                    return
+                case _:
+                    self._end(running, _done(job, shelf.unlink(job)))
+                    return
+        except Exception as error:  # noqa: BLE001 - a worker thread's boundary: the job fails, the thread goes on
+            self._end(running, _failure(job, error))
+            return
+        running.transfer = transfer
+        parts = transfer.parts
+        running.num_parts_left = len(parts)
+        with self._changed:
+            for part in parts[1:]:
+                self._push(job.job_id, self._part_task(running, part))
+        self._run_part(running, parts[0])
+
+    def _run_part(self, running: _Running, part: Part) -> None:
+        transfer = running.transfer
+        assert transfer is not None  # noqa: S101 - a type's proof: parts exist only where a transfer began
+        failure = None
+        if running.failure is None:
+            try:
+                transfer.run(part)
+            except Exception as error:  # noqa: BLE001 - a worker thread's boundary
+                failure = _failure(running.job, error)
+        with self._changed:
+            running.failure = running.failure or failure
+            running.num_parts_left -= 1
+            last = running.num_parts_left == 0
+        if last:
+            self._end(running, self._conclude(running, transfer))
+
+    def _conclude(self, running: _Running, transfer: Transfer) -> JobResult:
+        job, failure = running.job, running.failure
+        if failure is None:
+            try:
+                return _done(job, transfer.finish())
+            except Exception as error:  # noqa: BLE001 - a worker thread's boundary
+                failure = _failure(job, error)
+        if transfer.abandon():
+            return failure
+        return JobResult(job_id=job.job_id, status=JobStatus.UNCLEAN, reason=failure.reason)
+
+    def _end(self, running: _Running, result: JobResult) -> None:
+        self.times.record(running.job.op, result, time.monotonic() - running.started_at)
+        with self._changed:
+            self._enqueue(self._order.finished(running.job.job_id))
+            self._changed.notify_all()
+        self._report(running.job, result)
+
+    def _report(self, job: Job, result: JobResult) -> None:
+        if result.status is not JobStatus.OK:
+            _log.warning("%s job %d of %s: %s", job.op, job.job_id, job.record.key.hex()[:16], result.reason)
+        self._call(lambda: self.on_result(result))
+
+    def _call(self, callback: Callable[[], None]) -> None:
+        try:
+            callback()
+        except Exception:  # noqa: BLE001 - a worker thread's boundary
+            _log.exception("a listener of the staged transport failed")
+
+
+def _done(job: Job, num_bytes: int) -> JobResult:
+    return JobResult(job_id=job.job_id, status=JobStatus.OK, num_bytes=num_bytes)
+
+
+def _failed(job: Job, reason: str) -> JobResult:
+    return JobResult(job_id=job.job_id, status=JobStatus.FAILED, reason=reason)
+
+
+def _failure(job: Job, error: Exception) -> JobResult:
+    match error:
+        case RecordError() if job.op is JobOp.FETCH:
+            return JobResult(job_id=job.job_id, status=JobStatus.BAD_RECORD, reason=str(error))
+        case RecordError():
+            return _failed(job, str(error))
+        case OSError():
+            return _failed(job, f"{errno_name(error)}: {error.strerror or error}")
+    _log.error("job %d failed in a way that was not foreseen", job.job_id, exc_info=error)
+    return _failed(job, f"internal: {type(error).__name__}: {error}")
