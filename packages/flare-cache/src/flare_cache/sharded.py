@@ -1,0 +1,330 @@
+"""Rank zero's half of the sharded transport: one job on every rank, accounted for by a set of ranks.
+
+A state machine: it takes submissions, frames, lost links and the time, and returns effects. It knows no socket, no
+thread, no clock and no index. A job's life::
+
+    waiting --credit--> in flight --every rank answered--> Done, or Failed (a store is first undone on its writers)
+       |                    |
+       +-- Withdrawn        +-- deadline, lost link, or an answer that cannot be --> poisoned
+
+After poisoning every method returns no effects: nothing is reported any more.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from flare_cache.jobs import Job, JobOp, JobResult, JobStatus
+from flare_cache.outcomes import (
+    Done,
+    Effect,
+    Failed,
+    Outcome,
+    Poison,
+    RankFailure,
+    Report,
+    RunHere,
+    Send,
+    ShardedLimits,
+    Withdrawal,
+    Withdrawn,
+)
+from flare_cache.record_link import Ack, Started, encode_job
+
+__all__ = ["ShardedLeader"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    tag: int
+    job: Job
+    num_bytes: int
+    expires_at: float | None
+
+
+@dataclass(slots=True)
+class _Clock:
+    """One rank's time with one job. ``began_at`` is None until the job may run there: accepted, its step finished."""
+
+    sent_at: float
+    is_started: bool = False
+    began_at: float | None = None
+    allowed_seconds: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class _Flight:
+    """A job that ranks work on. ``undoes`` is the failed store that this unlink undoes."""
+
+    tag: int
+    job: Job
+    num_bytes: int
+    clocks: dict[int, _Clock]
+    results: dict[int, JobResult] = field(default_factory=dict)
+    seconds: dict[int, float] = field(default_factory=dict)
+    undoes: _Flight | None = None
+
+    def failures(self) -> tuple[RankFailure, ...]:
+        return tuple(
+            RankFailure(rank, result.status, result.reason)
+            for rank, result in sorted(self.results.items())
+            if result.status is not JobStatus.OK
+        )
+
+
+class ShardedLeader:
+    """The machine. Ranks are 0 to ``world_size`` - 1; rank zero is the local one and has no link."""
+
+    def __init__(self, *, run_id: bytes, world_size: int, limits: ShardedLimits) -> None:
+        self._run_id = run_id
+        self._ranks = range(world_size)
+        self._limits = limits
+        # Restores first: a request waits for them. Removals before stores: stores wait for their space.
+        self._queues: dict[JobOp, deque[_Waiting]] = {op: deque() for op in _ORDER}
+        self._flights: dict[int, _Flight] = {}
+        self._last_job_id = 0
+        self._last_step = dict.fromkeys(self._ranks, 0)
+        self._poisoned: str | None = None
+        self._is_poison_told = False
+        self._effects: list[Effect] = []
+
+    @property
+    def poisoned(self) -> str | None:
+        """Why nothing is reported any more, or None."""
+        return self._poisoned
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait at rank zero for a credit."""
+        return sum(len(queue) for queue in self._queues.values())
+
+    @property
+    def num_outstanding(self) -> int:
+        """Jobs that ranks work on, undoing included."""
+        return len(self._flights)
+
+    def submit(
+        self, job: Job, *, tag: int, num_bytes: int, now: float, expires_at: float | None = None
+    ) -> list[Effect]:
+        """Queue a job; its id is assigned when it is sent.
+
+        Args:
+            job: with ``job_id`` 0.
+            tag: what the outcome carries back.
+            num_bytes: bytes that the largest rank moves, for the deadline.
+            expires_at: drop it if it has not begun by then.
+        """
+        self._queues[job.op].append(_Waiting(tag, job, num_bytes, expires_at))
+        return self._settle(now)
+
+    def cancel(self, tag: int, now: float) -> list[Effect]:
+        """Withdraw what carries ``tag`` and has not begun."""
+        for queue in self._queues.values():
+            for waiting in [entry for entry in queue if entry.tag == tag]:
+                queue.remove(waiting)
+                self._report(Withdrawn(waiting.tag, waiting.job, Withdrawal.CANCELLED))
+        return self._settle(now)
+
+    def started(self, rank: int, frame: Started, now: float) -> list[Effect]:
+        """A STARTED frame came on the link of ``rank``."""
+        clock = self._clock(rank, "STARTED", frame.run_id, frame.rank, frame.job_id)
+        if clock is not None:
+            if clock.is_started:
+                self._poison(f"rank {rank} started job {frame.job_id} twice")
+            else:
+                clock.is_started = True
+                self._begin(rank, self._flights[frame.job_id], now)
+        return self._settle(now)
+
+    def acked(self, rank: int, frame: Ack, now: float) -> list[Effect]:
+        """An acknowledgement came on the link of ``rank``."""
+        clock = self._clock(rank, "ACK", frame.run_id, frame.rank, frame.result.job_id)
+        if clock is not None:
+            if clock.is_started:
+                self._account(rank, frame.result, now)
+            else:
+                self._poison(f"rank {rank} finished job {frame.result.job_id} before it started it")
+        return self._settle(now)
+
+    def finished_here(self, result: JobResult, now: float) -> list[Effect]:
+        """Rank zero's own transport finished a job."""
+        if self._clock(0, "result", self._run_id, 0, result.job_id) is not None:
+            self._account(0, result, now)
+        return self._settle(now)
+
+    def progressed(self, rank: int, last_step: int, now: float) -> list[Effect]:
+        """Steps up to ``last_step`` have finished on the device of ``rank``."""
+        self._last_step[rank] = max(self._last_step[rank], last_step)
+        for flight in self._flights.values():
+            self._begin(rank, flight, now)
+        return self._settle(now)
+
+    def link_lost(self, rank: int, reason: str, now: float) -> list[Effect]:
+        """The link of ``rank`` ended, or cannot take a frame: what that rank did can no longer be known."""
+        self._poison(f"link to rank {rank}: {reason}")
+        return self._settle(now)
+
+    def tick(self, now: float) -> list[Effect]:
+        """Time has passed: drop what waited too long, find who is overdue."""
+        for rank, flight, due_at in self._deadlines():
+            if now >= due_at:
+                clock = flight.clocks[rank]
+                what = "answer" if clock.is_started else "start"
+                waited = now - clock.sent_at
+                self._poison(
+                    f"rank {rank} did not {what} {flight.job.op} job {flight.job.job_id} within {waited:.1f} s"
+                )
+                break
+        return self._settle(now)
+
+    def next_timer(self) -> float | None:
+        """When :meth:`tick` is next needed, or None while nothing waits."""
+        times = [due_at for _, _, due_at in self._deadlines()]
+        times += [
+            entry.expires_at for queue in self._queues.values() for entry in queue if entry.expires_at is not None
+        ]
+        return min(times, default=None)
+
+    def _settle(self, now: float) -> list[Effect]:
+        """Begin what credits allow, then hand out the effects of this event."""
+        if self._poisoned is None:
+            self._drop_late(now)
+            while len(self._flights) < self._limits.max_outstanding and (waiting := self._next_waiting()):
+                self._launch(waiting, now)
+        effects, self._effects = self._effects, []
+        if self._poisoned is None:
+            return effects
+        is_news, self._is_poison_told = not self._is_poison_told, True
+        return effects if is_news else []
+
+    def _next_waiting(self) -> _Waiting | None:
+        for queue in self._queues.values():
+            if queue:
+                return queue.popleft()
+        return None
+
+    def _drop_late(self, now: float) -> None:
+        for queue in self._queues.values():
+            for entry in [entry for entry in queue if entry.expires_at is not None and now >= entry.expires_at]:
+                queue.remove(entry)
+                self._report(Withdrawn(entry.tag, entry.job, Withdrawal.LATE))
+
+    def _launch(self, waiting: _Waiting, now: float) -> None:
+        job = msgspec.structs.replace(waiting.job, job_id=self._last_job_id + 1)
+        payload = encode_job(self._run_id, job)
+        if len(payload) > self._limits.max_frame_bytes:
+            self._report(Withdrawn(waiting.tag, waiting.job, Withdrawal.TOO_LARGE))
+            return
+        self._send(_Flight(waiting.tag, job, waiting.num_bytes, self._clocks(self._ranks, now)), payload, now)
+
+    def _clocks(self, ranks: range | list[int], now: float) -> dict[int, _Clock]:
+        return {rank: _Clock(now, is_started=rank == 0) for rank in ranks}
+
+    def _send(self, flight: _Flight, payload: bytes, now: float) -> None:
+        self._last_job_id = flight.job.job_id
+        self._flights[flight.job.job_id] = flight
+        # Peers first: their frames travel while rank zero begins.
+        self._effects += [Send(rank, payload) for rank in flight.clocks if rank != 0]
+        if 0 in flight.clocks:
+            self._effects.append(RunHere(flight.job))
+            self._begin(0, flight, now)
+
+    def _begin(self, rank: int, flight: _Flight, now: float) -> None:
+        """Start the clock of a rank that has accepted the job and finished the step it waits for."""
+        clock = flight.clocks.get(rank)
+        if clock is None or not clock.is_started or clock.began_at is not None or rank in flight.results:
+            return
+        if flight.job.after_step > self._last_step[rank]:
+            return
+        given = sum(
+            other.num_bytes for other in self._flights.values() if rank in other.clocks and rank not in other.results
+        )
+        limits = self._limits
+        clock.began_at = now
+        clock.allowed_seconds = min(limits.max_job_seconds, limits.base_seconds + given / limits.floor_bytes_per_second)
+
+    def _deadlines(self) -> Iterator[tuple[int, _Flight, float]]:
+        for flight in self._flights.values():
+            for rank, clock in flight.clocks.items():
+                if rank in flight.results:
+                    continue
+                if not clock.is_started:
+                    yield rank, flight, clock.sent_at + self._limits.started_seconds
+                elif clock.began_at is not None:
+                    yield rank, flight, clock.began_at + clock.allowed_seconds
+
+    def _clock(self, rank: int, what: str, run_id: bytes, claimed_rank: int, job_id: int) -> _Clock | None:
+        """The clock that an answer belongs to; poisons when the answer cannot be."""
+        flight = self._flights.get(job_id)
+        if run_id != self._run_id:
+            self._poison(f"rank {rank} sent {what} of another run ({run_id.hex()})")
+        elif claimed_rank != rank:
+            self._poison(f"rank {rank} sent {what} in the name of rank {claimed_rank}")
+        elif flight is None:
+            self._poison(f"rank {rank} sent {what} of job {job_id}, which no rank works on")
+        elif rank not in flight.clocks:
+            self._poison(f"rank {rank} sent {what} of job {job_id}, which it was not given")
+        elif rank in flight.results:
+            self._poison(f"rank {rank} sent {what} of job {job_id} after it had answered")
+        else:
+            return flight.clocks[rank]
+        return None
+
+    def _account(self, rank: int, result: JobResult, now: float) -> None:
+        flight = self._flights[result.job_id]
+        flight.results[rank] = result
+        flight.seconds[rank] = now - flight.clocks[rank].sent_at
+        if len(flight.results) < len(flight.clocks):
+            return
+        del self._flights[result.job_id]
+        if flight.undoes is not None:
+            self._undone(flight, flight.undoes)
+            return
+        failures = flight.failures()
+        if not failures:
+            num_bytes = max(answer.num_bytes for answer in flight.results.values())
+            self._report(Done(flight.tag, flight.job, num_bytes, flight.seconds))
+        elif flight.job.op is JobOp.STORE and self._undo(flight, now):
+            return
+        else:
+            self._report(Failed(flight.tag, flight.job, failures, (), flight.seconds))
+
+    def _undo(self, flight: _Flight, now: float) -> bool:
+        """Unlink a store from those that wrote it, or could not remove what they wrote; False if there are none."""
+        holding = (JobStatus.OK, JobStatus.UNCLEAN)
+        writers = [rank for rank, result in sorted(flight.results.items()) if result.status in holding]
+        if not writers:
+            return False
+        job = Job(job_id=self._last_job_id + 1, op=JobOp.UNLINK, tier=flight.job.tier, record=flight.job.record)
+        undoing = _Flight(flight.tag, job, 0, self._clocks(writers, now), undoes=flight)
+        self._send(undoing, encode_job(self._run_id, job), now)
+        return True
+
+    def _undone(self, undoing: _Flight, store: _Flight) -> None:
+        """Report the failed store together with what could not be removed.
+
+        A record is visible only where every rank holds it. It is enough, therefore, that one rank has confirmed that
+        it holds nothing; when none has, a later join might find the record whole.
+        """
+        cleanup = undoing.failures()
+        if len(cleanup) == len(store.clocks):
+            names = ", ".join(f"rank {failure.rank}: {failure.reason}" for failure in cleanup)
+            self._poison(f"a failed store of {store.job.record.key.hex()} could not be undone anywhere ({names})")
+            return
+        self._report(Failed(store.tag, store.job, store.failures(), cleanup, store.seconds))
+
+    def _report(self, outcome: Outcome) -> None:
+        if self._poisoned is None:
+            self._effects.append(Report(outcome))
+
+    def _poison(self, reason: str) -> None:
+        if self._poisoned is None:
+            self._poisoned = reason
+            self._effects.append(Poison(reason))
+
+
+_ORDER = (JobOp.FETCH, JobOp.UNLINK, JobOp.TRUNCATE, JobOp.STORE)
