@@ -22,8 +22,7 @@ test: .tox/light.stamp .tox/engine.stamp
 	$(TOX) run -m test
 
 check: .tox/light.stamp .tox/engine.stamp
-	$(TOX) run -e check
-	$(ENGINE) mypy
+	@status=0; $(TOX) run -e check || status=1; $(ENGINE) mypy || status=1; exit $$status
 
 cov: .tox/light.stamp
 	$(TOX) run -e cov
