@@ -1,0 +1,30 @@
+"""``flare run``: serve a model; on rank zero with the HTTP API, on other ranks as a peer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from flare_cli.commands.options import resolve_from, run_options
+
+__all__ = ["run"]
+
+
+@click.command(short_help="Serve a model.")
+@run_options
+def run(**arguments: Any) -> int:
+    """Serve MODEL, a Hugging Face directory or a package made by 'flare export'.
+
+    Without MODEL the embedded default model is served. With --world-size N, start one process a rank; rank 0 serves
+    HTTP. torchrun, Slurm (srun) and LeaderWorkerSet are recognised by their variables. Every setting can also stand
+    in a variable (FLARE_PAGE_TOKENS) or in a TOML file; 'flare config' shows what came of them.
+    """
+    resolved = resolve_from(arguments)
+    if resolved.config.rank:
+        from flare_cli.peer_process import run_peer
+
+        return run_peer(resolved.config)
+    from flare_cli.api_process import run_api
+
+    return run_api(resolved.config, resolved.unknown)

@@ -1,0 +1,1 @@
+"""Text and token ids: tokenizers, incremental decoding, stop strings, chat templates. Knows no HTTP and no engine."""
