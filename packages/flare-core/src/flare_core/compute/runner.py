@@ -1,0 +1,224 @@
+"""Executes step plans on one rank: slots, page tables, forward passes, sampling.
+
+Decides nothing. The runner keeps each slot's last token on the device, so that a plan may be launched before the
+previous step's tokens are known to anyone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from flare_core.compute.attention import AttentionPlan, BatchRow, PagedAttention
+from flare_core.compute.kv_memory import KvMemory
+from flare_core.compute.logprobs import RawLogprobs, raw_logprobs
+from flare_core.compute.sampler import choose_tokens, clean_
+from flare_core.compute.sampling_state import SampleRow, SlotSampling, start_sampling
+from flare_core.compute.sharded_model import ShardedModel
+from flare_core.keys import TokenIds
+from flare_core.plan import (
+    Run,
+    RunKind,
+    SampledToken,
+    SequenceStart,
+    StepPlan,
+    StepResult,
+    TokenLogprobs,
+)
+
+__all__ = ["NUMERICS", "TorchRunner"]
+
+NUMERICS = 1
+"""Version of the arithmetic; raised whenever the same model and tokens give other bits in a page."""
+
+_LOGITS_ROWS = 128
+"""Rows of logits made at once for prompt log-probabilities, which bounds their memory."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A sequence as the runner knows it."""
+
+    token_ids: TokenIds
+    sampling: SlotSampling
+    pages: list[int] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class _PromptPart:
+    """Log-probabilities of prompt tokens that one run gave."""
+
+    slot: int
+    num_top: int
+    raw: RawLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class _TorchStep:
+    """A launched step: its results, still on the device."""
+
+    step: int
+    slots: tuple[int, ...]
+    tokens: torch.Tensor | None
+    num_top: tuple[int | None, ...]
+    raw: RawLogprobs | None
+    prompt_parts: tuple[_PromptPart, ...]
+
+    def result(self) -> StepResult:
+        """Block until the device has finished the step; then what it gave."""
+        token_ids = [] if self.tokens is None else self.tokens.tolist()
+        entries: Sequence[TokenLogprobs | None] = [None] * len(token_ids)
+        if self.raw is not None:
+            every = self.raw.entries([count or 0 for count in self.num_top])
+            entries = [entry if count is not None else None for entry, count in zip(every, self.num_top, strict=True)]
+        return StepResult(
+            step=self.step,
+            tokens=tuple(
+                SampledToken(slot, token, entry)
+                for slot, token, entry in zip(self.slots, token_ids, entries, strict=True)
+            ),
+            prompt_logprobs=tuple(
+                (part.slot, tuple(part.raw.entries([part.num_top] * len(part.raw.token_ids))))
+                for part in self.prompt_parts
+            ),
+        )
+
+
+class TorchRunner:
+    """:class:`flare_core.ports.ModelRunner` on torch. Used by the engine thread only.
+
+    Attributes:
+        model: the rank's model.
+        memory: the rank's pages.
+    """
+
+    def __init__(self, model: ShardedModel, memory: KvMemory, attention: PagedAttention, *, max_sequences: int) -> None:
+        self.model = model
+        self.memory = memory
+        self._attention = attention
+        self._device = memory.views.device
+        self._slots: list[_Slot | None] = [None] * max_sequences
+        self._last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=self._device)
+
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> _TorchStep:
+        """Run ``plan``. Blocks on the CPU and for other ranks; on a device it queues what it can."""
+        for copy in plan.page_copies:
+            self.memory.copy_page(copy.source, copy.target, copy.num_tokens)
+        for start in plan.starts:
+            self._start(start)
+        for run in plan.runs:
+            self._slot(run.slot).pages.extend(run.new_pages)
+        prompt_parts: list[_PromptPart] = []
+        for run in plan.runs:
+            if run.kind is RunKind.PREFILL:
+                prompt_parts.extend(self._prefill(run))
+        first = [run for run in plan.runs if run.kind is RunKind.FIRST]
+        decode = [run for run in plan.runs if run.kind is RunKind.DECODE]
+        hidden = [self._first(run) for run in first]
+        if decode:
+            hidden.append(self._decode(decode))
+        if not hidden:
+            return _TorchStep(plan.step, (), None, (), None, tuple(prompt_parts))
+        sampled = first + decode
+        tokens, raw = self._sample(sampled, hidden)
+        order = _plan_order(plan.runs, sampled)
+        if order is not None:
+            where = torch.tensor(order, device=self._device)
+            sampled = [sampled[index] for index in order]
+            tokens = tokens[where]
+            raw = None if raw is None else raw.reordered(where)
+        return _TorchStep(
+            step=plan.step,
+            slots=tuple(run.slot for run in sampled),
+            tokens=tokens,
+            num_top=tuple(self._slot(run.slot).sampling.params.logprobs for run in sampled),
+            raw=raw,
+            prompt_parts=tuple(prompt_parts),
+        )
+
+    def _slot(self, slot: int) -> _Slot:
+        state = self._slots[slot]
+        if state is None:
+            raise ValueError(f"the plan uses slot {slot}, which no sequence has taken")
+        return state
+
+    def _start(self, start: SequenceStart) -> None:
+        token_ids = np.frombuffer(start.token_ids, dtype="<u4")
+        sampling = start_sampling(
+            start.params,
+            token_ids,
+            start.num_prompt_tokens,
+            vocab_size=self.model.config.vocab_size,
+            device=self._device,
+        )
+        self._slots[start.slot] = _Slot(token_ids, sampling)
+
+    def _known(self, slot: _Slot, start: int, num_tokens: int) -> torch.Tensor:
+        """Known tokens [start, start + num_tokens) as int64 on the device."""
+        part = slot.token_ids[start : start + num_tokens]
+        if len(part) != num_tokens:
+            raise ValueError(f"the plan computes tokens up to {start + num_tokens}, {len(slot.token_ids)} are known")
+        return torch.from_numpy(part.astype(np.int64)).to(self._device, non_blocking=True)
+
+    def _hidden(self, token_ids: torch.Tensor, positions: Sequence[int] | range, plan: AttentionPlan) -> torch.Tensor:
+        where = torch.tensor(positions, dtype=torch.float32).to(self._device, non_blocking=True)
+        return self.model.hidden(token_ids, where, plan)
+
+    def _prefill(self, run: Run) -> list[_PromptPart]:
+        slot = self._slot(run.slot)
+        plan = self._attention.chunk(slot.pages, run.start, run.num_tokens)
+        positions = range(run.start, run.start + run.num_tokens)
+        rows = self._hidden(self._known(slot, run.start, run.num_tokens), positions, plan)
+        return self._prompt_logprobs(run, slot, rows)
+
+    def _prompt_logprobs(self, run: Run, slot: _Slot, rows: torch.Tensor) -> list[_PromptPart]:
+        """For the prompt tokens that follow the run's positions, where the request asked for them."""
+        num_top = slot.sampling.params.prompt_logprobs
+        count = min(run.num_tokens, slot.sampling.num_prompt_tokens - 1 - run.start)
+        if num_top is None or count <= 0:
+            return []
+        following = self._known(slot, run.start + 1, count)
+        parts: list[_PromptPart] = []
+        for at in range(0, count, _LOGITS_ROWS):
+            block = slice(at, min(at + _LOGITS_ROWS, count))
+            logits = clean_(self.model.gather_logits(self.model.local_logits(rows[block])))
+            parts.append(_PromptPart(run.slot, num_top, raw_logprobs(logits, following[block])))
+        return parts
+
+    def _first(self, run: Run) -> torch.Tensor:
+        slot = self._slot(run.slot)
+        plan = self._attention.batch([BatchRow(slot.pages, run.start)])
+        return self._hidden(self._known(slot, run.start, 1), [run.start], plan)
+
+    def _decode(self, runs: Sequence[Run]) -> torch.Tensor:
+        plan = self._attention.batch([BatchRow(self._slot(run.slot).pages, run.start) for run in runs])
+        slots = torch.tensor([run.slot for run in runs]).to(self._device, non_blocking=True)
+        return self._hidden(self._last_tokens[slots], [run.start for run in runs], plan)
+
+    def _sample(self, runs: Sequence[Run], hidden: Sequence[torch.Tensor]) -> tuple[torch.Tensor, RawLogprobs | None]:
+        """Tokens of the runs; ``hidden`` holds their rows, each FIRST alone and the batch together."""
+        local = [self.model.local_logits(rows) for rows in hidden]
+        logits = self.model.gather_logits(local[0] if len(local) == 1 else torch.cat(local))
+        states = [self._slot(run.slot).sampling for run in runs]
+        wants_logprobs = any(state.params.logprobs is not None for state in states)
+        raw_logits = clean_(logits.clone()) if wants_logprobs else None
+        # The token being decided stands behind the one that was computed.
+        rows = [SampleRow(state, run.start + 1) for state, run in zip(states, runs, strict=True)]
+        tokens = choose_tokens(logits, rows)
+        self._last_tokens[torch.tensor([run.slot for run in runs], device=self._device)] = tokens
+        for index, state in enumerate(states):
+            if state.output_counts is not None:
+                state.output_counts.index_add_(0, tokens[index : index + 1], state.output_counts.new_ones(1))
+        return tokens, None if raw_logits is None else raw_logprobs(raw_logits, tokens)
+
+
+def _plan_order(runs: Sequence[Run], sampled: Sequence[Run]) -> list[int] | None:
+    """Where each sampling run of the plan stands in ``sampled``; None where the order is the plan's already."""
+    planned = [run for run in runs if run.kind is not RunKind.PREFILL]
+    place = {id(run): index for index, run in enumerate(sampled)}
+    order = [place[id(run)] for run in planned]
+    return None if order == list(range(len(order))) else order
