@@ -33,20 +33,15 @@ def parse_address(text: str) -> Address:
 
 
 def listen_on(address: Address) -> socket.socket:
-    """Listen on exactly this address (port 0: any free one); raises `AddressError`, above all for a wildcard.
+    """Listen on exactly this address (port 0: any free one); raises `AddressError`, also for a wildcard.
 
     A wildcard address would be reachable from every network of the host.
     """
-    family, sockaddr = resolve(address)
+    family, sockaddr = resolve(address)[0]
     if ipaddress.ip_address(str(sockaddr[0]).partition("%")[0]).is_unspecified:
         raise AddressError(
             f"{address} is every interface; give the one address at which the other ranks reach this host"
         )
-    return bind_and_listen(family, sockaddr)
-
-
-def bind_and_listen(family: int, sockaddr: tuple[object, ...]) -> socket.socket:
-    """Listen on a resolved socket address; raises `AddressError`."""
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -54,16 +49,14 @@ def bind_and_listen(family: int, sockaddr: tuple[object, ...]) -> socket.socket:
         sock.listen(_BACKLOG)
     except OSError as error:
         sock.close()
-        shown = Address(str(sockaddr[0]), int(str(sockaddr[1])))
-        raise AddressError(f"cannot listen on {shown}: {error.strerror}") from error
+        raise AddressError(f"cannot listen on {address}: {error.strerror}") from error
     return sock
 
 
-def resolve(address: Address) -> tuple[int, tuple[object, ...]]:
-    """Return the socket family and the first socket address of `address`; raises `AddressError`."""
+def resolve(address: Address) -> list[tuple[int, tuple[object, ...]]]:
+    """Return socket family and socket address of each meaning of `address`, at least one; raises `AddressError`."""
     try:
         found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError) as error:
         raise AddressError(f"cannot resolve {address}: {error}") from error
-    family, _, _, _, sockaddr = found[0]
-    return int(family), tuple(sockaddr)
+    return [(int(family), tuple(sockaddr)) for family, _, _, _, sockaddr in found]

@@ -26,7 +26,7 @@ class Channel(Protocol):
         """Return up to `num_bytes`, `b""` at the end of the stream, None if none have come; raises `OSError`."""
 
     def send(self, data: Buffer) -> int:
-        """Return how many bytes were taken, 0 if none can be now (then offer the same bytes again); raises `OSError`."""
+        """Return how many bytes were taken, 0 if none can be (then offer the same bytes again); raises `OSError`."""
 
     def has_pending(self) -> bool:
         """Whether bytes wait in the channel itself, where polling the descriptor would not show them."""

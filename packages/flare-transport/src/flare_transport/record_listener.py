@@ -45,6 +45,7 @@ class LinkListener:
         self._listeners = listeners
         self._settings = settings
         self._lock = threading.Lock()
+        self._used: set[int] = set()
         self._sockets: dict[int, socket.socket] = {}
         self._seen: dict[int, str] = {}
         self._fault: SecondLinkError | None = None
@@ -66,6 +67,7 @@ class LinkListener:
                     raise SecondLinkError(self._describe_missing(timeout_seconds))
                 reception.turn(remaining)
         except BaseException:
+            self.close()
             for sock in self._sockets.values():
                 sock.close()
             raise
@@ -121,9 +123,13 @@ class LinkListener:
         if not hmac.compare_digest(shown, dialler_proof(self._session, offer.purpose, peer.rank, offer.nonce)):
             raise RemoteProtocolError("the proof is wrong")
         with self._lock:
-            if peer.rank in self._sockets or self._is_closed:
+            if peer.rank in self._used:
                 raise RemoteProtocolError("the offer was used before")
-            timed.send(encode_frame(LINK_ACCEPT, listener_proof(self._session, offer.purpose, peer.rank, offer.nonce)))
+            self._used.add(peer.rank)
+        timed.send(encode_frame(LINK_ACCEPT, listener_proof(self._session, offer.purpose, peer.rank, offer.nonce)))
+        with self._lock:
+            if self._is_closed:
+                raise RemoteProtocolError("it came too late")
             self._sockets[peer.rank] = timed.socket
 
     def _note(self, rank: int, detail: str, *, is_fault: bool = False) -> None:
@@ -180,8 +186,8 @@ def dial_link(
 
 
 def _dial(session: Session, rank_zero: PeerIdentity, offer: LinkOffer, deadline: float) -> socket.socket:
-    family, sockaddr = resolve(Address(offer.host, offer.port))
-    _, source = resolve(Address(rank_zero.local_address, 0))
+    family, sockaddr = resolve(Address(offer.host, offer.port))[0]
+    _, source = resolve(Address(rank_zero.local_address, 0))[0]
     with contextlib.ExitStack() as undo:
         timed = TimedSocket(socket.socket(family, socket.SOCK_STREAM), deadline)
         undo.callback(timed.socket.close)

@@ -82,7 +82,16 @@ def _attempt(settings: RendezvousSettings, session: Session, deadline: float) ->
 
 
 def _connect(settings: RendezvousSettings, deadline: float) -> socket.socket:
-    family, sockaddr = resolve(settings.address)
+    error = OSError("no address")
+    for family, sockaddr in resolve(settings.address):
+        try:
+            return _connect_to(family, sockaddr, deadline)
+        except OSError as failed:
+            error = failed
+    raise error
+
+
+def _connect_to(family: int, sockaddr: tuple[object, ...], deadline: float) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         set_link_options(sock)

@@ -23,6 +23,7 @@ from flare_transport.timed_socket import TimedSocket
 _LAST_WORD_SECONDS = 1.0
 _NUM_REMEMBERED = 5
 _MAX_READS_AFTER_REFUSAL = 16
+_PROGRESS = {HandshakeState.PROOF_DUE: 1, HandshakeState.PROVEN: 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +97,7 @@ class _Host:
         self._session = session
         self._observe = observe
         self._seats = _Seats(settings.world_size)
+        self._lock = threading.Lock()
         self._turned_away: dict[str, None] = {}
 
     def gather(self) -> None:
@@ -159,7 +161,7 @@ class _Host:
         try:
             while machine.outcome is None:
                 timed.send(machine.receive(timed.receive(machine.num_bytes_wanted)))
-                caller.progress = int(machine.state is not HandshakeState.HELLO_DUE)
+                caller.progress = _PROGRESS.get(machine.state, 0)
             if isinstance(machine.outcome, Proven) and not self._seats.claim(machine.outcome.rank):
                 rank = machine.outcome.rank
                 timed.send(machine.refuse(Refusal(RefusalCode.DUPLICATE_RANK, received=rank)))
@@ -204,16 +206,18 @@ class _Host:
         self._observe(Sighting(seated.identity.remote_address, seated.identity.rank, detail))
 
     def _turn_away(self, caller: Caller, detail: str, rank: int | None = None) -> None:
-        self._turned_away[f"{caller.source}: {detail}"] = None
-        while len(self._turned_away) > _NUM_REMEMBERED:
-            self._turned_away.pop(next(iter(self._turned_away)))
+        with self._lock:
+            self._turned_away[f"{caller.source}: {detail}"] = None
+            while len(self._turned_away) > _NUM_REMEMBERED:
+                self._turned_away.pop(next(iter(self._turned_away)))
         self._observe(Sighting(caller.source, rank, detail))
 
     def _describe_missing(self) -> str:
         missing = [rank for rank in range(1, self._settings.world_size) if rank not in self._seats.ranks()]
         ranks = f"rank{'s' if len(missing) > 1 else ''} {', '.join(map(str, missing))}"
         text = f"{ranks} did not come to {self._settings.address} within {self._settings.deadline_seconds:g} s"
-        turned_away = list(self._turned_away)
+        with self._lock:
+            turned_away = list(self._turned_away)
         return f"{text}; turned away: {'; '.join(turned_away)}" if turned_away else text
 
 

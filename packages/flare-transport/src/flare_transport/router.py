@@ -45,7 +45,7 @@ EndListener: TypeAlias = Callable[["Link", LinkEnd], None]
 
 
 class Router:
-    """Routes of one link. Declare each route before the other side may send such a frame: an unrouted type ends the link.
+    """Routes of one link. Declare each before the other side may send such a frame: an unrouted type ends the link.
 
     Receivers and end listeners run on the link's I/O thread and must not block. A receiver that raises ends the link.
     """
