@@ -13,6 +13,7 @@ import os
 import re
 import stat
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
@@ -225,6 +226,14 @@ class RecordDirectory:
                 self._sizes[name] = num_bytes
             self._charged += num_bytes - before
         return before
+
+    def charge_all(self, sizes: Mapping[str, int]) -> None:
+        """:meth:`charge` for many names."""
+        with self._mutex:
+            known = self._sizes
+            before = sum(known.get(name, 0) for name in sizes) if known else 0
+            known.update(sizes)
+            self._charged += sum(sizes.values()) - before
 
     @property
     def charged_bytes(self) -> int:

@@ -19,7 +19,17 @@ from flare_core.geometry import PAGE_ALIGNMENT
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["DirectPassage", "Passage", "Segments", "Window", "aligned_buffer", "copy_views", "new_mapping", "view_at"]
+__all__ = [
+    "DeviceFault",
+    "DirectPassage",
+    "Passage",
+    "Segments",
+    "Window",
+    "aligned_buffer",
+    "copy_views",
+    "new_mapping",
+    "view_at",
+]
 
 Segments = Sequence[tuple[int, int]]
 """Where one page or row lies: (address, length) pieces in order."""
@@ -67,6 +77,10 @@ def copy_views(targets: Sequence[memoryview], sources: Sequence[memoryview]) -> 
                 pending.append((source + step, available - step))
 
 
+class DeviceFault(Exception):
+    """A device call failed: copies that were under way must be taken as under way for ever. The process must end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Window:
     """Host views of some sections, for the time of one part of a transfer.
@@ -83,7 +97,7 @@ class Window:
 class Passage(Protocol):
     """Way between page memory and host memory. Thread-safe; both calls may block for a staging buffer or a copy.
 
-    A device fault raises; the transport then fails the job. What a window lends is valid inside its ``with`` only.
+    What a window lends is valid inside its ``with`` only. Both may raise DeviceFault.
     """
 
     @property

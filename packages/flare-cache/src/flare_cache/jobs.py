@@ -10,6 +10,7 @@ from __future__ import annotations
 import enum
 
 import msgspec
+
 from flare_core.prefix import Tier
 
 __all__ = ["Job", "JobOp", "JobResult", "JobStatus", "RecordIdentity", "Section", "record_file_name"]
@@ -24,8 +25,10 @@ class JobOp(enum.StrEnum):
     UNLINK = "unlink"
 
 
-class RecordIdentity(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class RecordIdentity(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """The rank-invariant part of a record, without its token ids: equal on every rank that holds the record.
+
+    A truncation changes what the file holds, never the identity: jobs on a truncated record name it as stored.
 
     Attributes:
         key: chain key at the record's end (a partial last page keyed with its own count); names the file. 32 bytes.

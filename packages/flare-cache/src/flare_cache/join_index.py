@@ -24,7 +24,7 @@ _SHA256_BYTES = 32
 _MAX_BYTES = 4 << 30
 
 
-class JoinEntry(msgspec.Struct, frozen=True, array_like=True):
+class JoinEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One record, in the order of use (oldest first).
 
     Attributes:

@@ -84,7 +84,7 @@ class RecordError(FlareError):
         self.problem = problem
 
 
-class FileLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class FileLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """Where the parts of one rank's file lie; all multiples of 4096 bytes.
 
     Attributes:
@@ -128,7 +128,7 @@ class FileLayout(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
         return None
 
 
-class RecordHeader(msgspec.Struct, frozen=True, kw_only=True):
+class RecordHeader(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A decoded header.
 
     Attributes:
@@ -346,8 +346,11 @@ def check_header(header: RecordHeader, *, set_fingerprint: bytes, geometry: Geom
     written, own = (header.rank, header.world_size), (geometry.rank, geometry.world_size)
     if written != own:
         raise RecordError(Problem.OTHER_RANK, f"rank {written[0]} of {written[1]}, this is rank {own[0]} of {own[1]}")
-    expected = file_layout(header.identity, page_bytes=geometry.page_bytes, row_stride=geometry.row_stride)
-    if header.layout_fingerprint != geometry.layout_fingerprint or header.layout != expected:
+    # The decoder has checked every size against the counts; page and row bytes are what it could not know.
+    layout = header.layout
+    sizes = (layout.page_bytes, layout.row_end - layout.tail_end)
+    expected = (geometry.page_bytes, geometry.row_stride if layout.has_row else 0)
+    if header.layout_fingerprint != geometry.layout_fingerprint or sizes != expected:
         raise RecordError(
             Problem.OTHER_LAYOUT,
             f"layout {header.layout_fingerprint.hex()[:16]}, this is {geometry.layout_fingerprint.hex()[:16]}",

@@ -6,6 +6,8 @@ Reads, and changes nothing. Which of the records stay is agreed between ranks by
 from __future__ import annotations
 
 import os
+import stat
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from flare_cache.jobs import RecordIdentity
 from flare_cache.join_index import JoinEntry, read_join_index, write_join_index
 from flare_cache.record import (
     BLOCK_BYTES,
+    FileLayout,
     Problem,
     RecordError,
     RecordHeader,
@@ -31,12 +34,13 @@ from flare_core.geometry import Geometry
 
 __all__ = ["OwnFile", "Scan", "ScannedRecord", "save_join_index", "scan_directory"]
 
-_CHUNK = 512
+_CHUNK = 256
+_COLD_SECONDS = 60e-6
 _NUM_THREADS = 4
 _LEFT_ALONE = {Problem.NEWER_FORMAT, Problem.OTHER_SET}
 
 
-class ScannedRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class ScannedRecord(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
     """A sound record of this set, rank and layout (its pages are verified when they are used).
 
     Attributes:
@@ -81,8 +85,7 @@ class Scan:
     num_hinted: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Names:
+class _Names(msgspec.Struct, frozen=True, gc=False):
     """One record name and its status."""
 
     name: str
@@ -93,13 +96,15 @@ class _Names:
 
 
 def _record_names(directory: RecordDirectory) -> list[_Names]:
-    found: list[_Names] = []
     with os.scandir(directory.dir_fd) as entries:
-        for entry in entries:
-            if RECORD_NAME.fullmatch(entry.name):
-                status = entry.stat(follow_symlinks=False)
-                is_file = entry.is_file(follow_symlinks=False)
-                found.append(_Names(entry.name, status.st_size, status.st_mtime_ns, status.st_ino, is_file))
+        own = [entry for entry in entries if RECORD_NAME.fullmatch(entry.name)]
+        # In inode order, cold inodes and headers are read nearly in sequence; a directory lists them in hash order.
+        own.sort(key=os.DirEntry.inode)
+        found: list[_Names] = []
+        for entry in own:
+            status = entry.stat(follow_symlinks=False)
+            is_file = stat.S_ISREG(status.st_mode)
+            found.append(_Names(entry.name, status.st_size, status.st_mtime_ns, status.st_ino, is_file))
     return found
 
 
@@ -119,8 +124,8 @@ def scan_directory(
     damaged: list[OwnFile] = []
     left: list[OwnFile] = []
     unknown: list[_Names] = []
+    directory.charge_all({found.name: found.size for found in names})
     for found in names:
-        directory.charge(found.name, found.size)
         entry = hints.get(bytes.fromhex(found.name[:64]))
         record = scanner.from_hint(entry, found) if entry is not None else None
         if record is None:
@@ -152,10 +157,14 @@ _Judged = ScannedRecord | tuple[OwnFile, bool]
 
 
 def _judge_all(scanner: _Scanner, names: Sequence[_Names]) -> Iterator[_Judged]:
-    if len(names) <= _CHUNK:
-        yield from map(scanner.judge, names)
+    """Threads hide the latency of cold files; warm ones are judged faster by one, which the first files tell."""
+    start = time.perf_counter()
+    yield from [scanner.judge(found) for found in names[:_CHUNK]]
+    rest = names[_CHUNK:]
+    if time.perf_counter() - start < _COLD_SECONDS * _CHUNK:
+        yield from map(scanner.judge, rest)
         return
-    chunks = [names[at : at + _CHUNK] for at in range(0, len(names), _CHUNK)]
+    chunks = [rest[at : at + _CHUNK] for at in range(0, len(rest), _CHUNK)]
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="flare-scan") as pool:
         for judged in pool.map(lambda chunk: [scanner.judge(found) for found in chunk], chunks):
             yield from judged
@@ -172,10 +181,11 @@ class _Scanner:
         """The record without opening it, or None where the hint does not hold."""
         if (entry.size, entry.mtime_ns, entry.inode) != (found.size, found.mtime_ns, found.inode):
             return None
-        identity = entry.identity
         if self.with_token_ids and not entry.token_ids:
             return None
-        return self._record(identity, entry.invariant_digest, found.size, entry.token_ids)
+        identity = entry.identity
+        layout = file_layout(identity, page_bytes=self.geometry.page_bytes, row_stride=self.geometry.row_stride)
+        return self._record(identity, layout, digest=entry.invariant_digest, size=found.size, token_ids=entry.token_ids)
 
     def judge(self, found: _Names) -> _Judged:
         """Open the file and say what it is; the flag of a file that is no record: leave it alone."""
@@ -208,14 +218,20 @@ class _Scanner:
     def _sound(self, header: RecordHeader, found: _Names) -> ScannedRecord:
         if header.identity.key.hex() != found.name[:64]:
             raise RecordError(Problem.OTHER_RECORD, f"the file holds {header.identity.key.hex()}")
-        token_ids = header.token_ids if self.with_token_ids else b""
-        record = self._record(header.identity, header.invariant_digest, found.size, token_ids)
+        record = self._record(
+            header.identity,
+            header.layout,
+            digest=header.invariant_digest,
+            size=found.size,
+            token_ids=header.token_ids,
+        )
         if record is None:
             raise RecordError(Problem.TRUNCATED, f"{found.size} bytes, its pages end at {header.layout.pages_end}")
         return record
 
-    def _record(self, identity: RecordIdentity, digest: bytes, size: int, token_ids: bytes) -> ScannedRecord | None:
-        layout = file_layout(identity, page_bytes=self.geometry.page_bytes, row_stride=self.geometry.row_stride)
+    def _record(
+        self, identity: RecordIdentity, layout: FileLayout, *, digest: bytes, size: int, token_ids: bytes
+    ) -> ScannedRecord | None:
         legal = layout.legal_size(size)
         if legal is None:
             return None

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from flare_cache.host_memory import DeviceFault
 from flare_cache.job_check import job_problem
 from flare_cache.job_order import JobOrder
 from flare_cache.job_times import JobTimes
@@ -42,6 +43,7 @@ class _Running:
     transfer: Transfer | None = None
     num_parts_left: int = 0
     failure: JobResult | None = None
+    fault: str | None = None
 
 
 @dataclass(slots=True)
@@ -56,6 +58,8 @@ class StagedTransport:
         on_started: called with the job's id when its work begins, from a worker thread.
         on_result: called with the job's result when it has ended, from a worker thread, once for every job; what it
             raises is logged and lost. By then nothing of the job touches pages, slot, file or staging any more.
+        on_fault: called with a reason when the device failed: the job in question has no result, never ends, and its
+            pages must never be used again. The process has to stop.
         num_threads: disk threads; 4 with parts of 8 MiB keep one NVMe device or one cloud disk busy.
     """
 
@@ -66,6 +70,7 @@ class StagedTransport:
     shelves: Mapping[Tier, Shelf]
     on_started: Callable[[int], None]
     on_result: Callable[[JobResult], None]
+    on_fault: Callable[[str], None]
     num_threads: int = DEFAULT_NUM_THREADS
     times: JobTimes = field(default_factory=JobTimes)
     _order: JobOrder = field(default_factory=JobOrder)
@@ -207,17 +212,24 @@ class StagedTransport:
     def _run_part(self, running: _Running, part: Part) -> None:
         transfer = running.transfer
         assert transfer is not None  # noqa: S101 - a type's proof: parts exist only where a transfer began
-        failure = None
+        failure: JobResult | None = None
+        fault: str | None = None
         if running.failure is None:
             try:
                 transfer.run(part)
+            except DeviceFault as error:
+                fault = f"device fault in job {running.job.job_id}: {error}"
             except Exception as error:  # noqa: BLE001 - a worker thread's boundary
                 failure = _failure(running.job, error)
         with self._changed:
             running.failure = running.failure or failure
+            running.fault = running.fault or fault
             running.num_parts_left -= 1
             last = running.num_parts_left == 0
-        if last:
+        if fault is not None:
+            _log.critical("%s", fault)
+            self._call(lambda: self.on_fault(fault))
+        elif last and running.fault is None:
             self._end(running, self._conclude(running, transfer))
 
     def _conclude(self, running: _Running, transfer: Transfer) -> JobResult:
