@@ -68,7 +68,7 @@ def test_a_client_with_another_certificate_is_refused(tcp_pair):
 
 def test_a_stolen_certificate_without_its_key_is_refused(tcp_pair):
     client, server, thief = make_credentials(), make_credentials(), make_credentials()
-    near, far = tcp_pair()
+    near, _far = tcp_pair()
     with pytest.raises(CertificateError):
         secure_socket(
             near,

@@ -117,7 +117,7 @@ def test_a_bad_header_is_a_fault_of_the_other_side_from_then_on(bad, says):
 
 
 def test_another_framing_version_is_reported_with_both_versions():
-    with pytest.raises(VersionMismatchError, match="version 2.*version 1") as caught:
+    with pytest.raises(VersionMismatchError, match=r"version 2.*version 1") as caught:
         list(FrameDecoder(TYPES).receive(header(version=2)))
     assert (caught.value.expected, caught.value.received) == (1, 2)
 

@@ -39,7 +39,7 @@ def test_a_key_open_to_others_is_refused_with_the_remedy(key_file, mode):
 @pytest.mark.parametrize("content", ["", "ab" * 31, "ab" * 33, "zz" * 32, "ab" * 32 + "\n" + "ab" * 32, "é" * 32])
 def test_what_is_not_64_hexadecimal_digits_is_not_a_key(key_file, content):
     key_file.write_text(content)
-    with pytest.raises(KeyFileError, match="does not hold a key.*flare key"):
+    with pytest.raises(KeyFileError, match=r"does not hold a key.*flare key"):
         load_key_file(key_file)
 
 

@@ -57,7 +57,7 @@ def both(sockets, link_pair):
 
 @pytest.fixture
 def one_side(tcp_pair, make_recorder, closing):
-    """A function that starts a link on one end of a connection; returns (link, recorder, the other end's bare socket)."""
+    """A function that starts a link on one end of a connection; returns (link, recorder, the bare socket)."""
 
     def start(link_settings=None, **start):
         near, far = tcp_pair()
@@ -103,7 +103,7 @@ def test_frames_of_several_threads_are_never_mixed(both, make_recorder):
 
 
 def test_a_receiver_may_answer_from_the_io_thread(both, make_recorder):
-    (near, received), (far, _) = both
+    (near, received), (_far, _) = both
     echo = FrameType(50, "ECHO", 10)
     received.router.route(echo, lambda link, payload: received.words.put(bytes(payload)))
     near_router, far_router = received.router, both[1][1].router
@@ -182,20 +182,23 @@ def test_the_end_is_reported_once_whatever_comes_together(both):
         assert received.ends.empty()
 
 
+def send_often(link, frame_type, payload):
+    for _ in range(1000):
+        link.send(frame_type, payload)
+
+
 def test_a_peer_that_does_not_read_fills_the_bounded_queue_and_send_never_blocks(one_side, make_recorder):
     link, _, _ = one_side(LinkSettings(max_queue_bytes=1 << 20))
     piece = bytes(1 << 19)
     with pytest.raises(QueueFull, match="the limits are 4096 frames and 1048576 bytes"):
-        for _ in range(1000):
-            link.send(make_recorder.WORD, piece)
+        send_often(link, make_recorder.WORD, piece)
     assert link.state is LinkState.OPEN
 
 
 def test_the_queue_is_bounded_in_frames_too(one_side, make_recorder):
     link, _, _ = one_side(LinkSettings(max_queue_frames=8))
     with pytest.raises(QueueFull, match="8 frames"):
-        for _ in range(1000):
-            link.send(make_recorder.WORD, bytes(1 << 19))
+        send_often(link, make_recorder.WORD, bytes(1 << 19))
 
 
 def test_a_frame_over_its_limit_is_refused_and_the_link_goes_on(both, make_recorder):
@@ -342,7 +345,9 @@ def test_other_frames_do_not_stand_in_for_heartbeats(one_side, make_recorder):
 
 def test_a_withheld_heartbeat_makes_the_other_side_give_up(sockets):
     settings = LinkSettings(heartbeat=QUICK)
-    dumb, keen = (Link(sock, name=name, settings=settings) for sock, name in zip(sockets, ("dumb", "keen"), strict=True))
+    dumb, keen = (
+        Link(sock, name=name, settings=settings) for sock, name in zip(sockets, ("dumb", "keen"), strict=True)
+    )
     ends = {}
     done = threading.Event()
     router = Router()
@@ -356,7 +361,7 @@ def test_a_withheld_heartbeat_makes_the_other_side_give_up(sockets):
 
 
 def test_a_heartbeat_that_cannot_be_queued_is_left_out(one_side, make_recorder):
-    link, recorder, far = one_side(LinkSettings(max_queue_frames=2, heartbeat=QUICK), pulse=lambda: b"")
+    link, recorder, _far = one_side(LinkSettings(max_queue_frames=2, heartbeat=QUICK), pulse=lambda: b"")
     with contextlib.suppress(QueueFull):
         for _ in range(100):
             link.send(make_recorder.WORD, bytes(1 << 20))

@@ -183,7 +183,7 @@ def test_a_peer_that_finds_something_else_says_what(place):
                 sock.recv(4096)
 
         served = pool.submit(serve)
-        with pytest.raises(RendezvousError, match="last seen there: .*(flare's frames|timed out)"):
+        with pytest.raises(RendezvousError, match=r"last seen there: .*(flare's frames|timed out)"):
             meet(replace(place, rank=1, deadline_seconds=0.3, greeting=GreetingSettings(deadline_seconds=0.2)))
         served.result()
 
@@ -227,7 +227,9 @@ def test_a_connection_that_sends_a_byte_at_a_time_is_dropped_at_its_deadline(pla
     dropped = threading.Event()
     place = replace(place, greeting=GreetingSettings(deadline_seconds=0.3))
     zero = threads.submit(
-        meet, place, observe=lambda sighting: (sightings.append(sighting), "timed out" in sighting.detail and dropped.set())
+        meet,
+        place,
+        observe=lambda sighting: (sightings.append(sighting), "timed out" in sighting.detail and dropped.set()),
     )
     with connect(place.address) as slow:
         for byte in encode_frame(HELLO, b""):
@@ -290,9 +292,9 @@ def test_a_wildcard_address_is_refused(place, host):
 
 
 def test_an_address_in_use_or_of_another_host_is_named(place):
-    with socket.create_server((place.address.host, place.address.port)):
-        with pytest.raises(AddressError, match=f"cannot listen on {place.address}: Address already in use"):
-            meet(place)
+    taken = socket.create_server((place.address.host, place.address.port))
+    with taken, pytest.raises(AddressError, match=f"cannot listen on {place.address}: Address already in use"):
+        meet(place)
     with pytest.raises(AddressError, match=r"cannot listen on 203\.0\.113\.1:7000"):
         meet(replace(place, address=Address("203.0.113.1", 7000)))
     with pytest.raises(AddressError, match=r"cannot resolve does\.not\.exist\.invalid:1"):

@@ -46,11 +46,13 @@ class StarExchange:
     def all_gather(self, part: Buffer, *, timeout_seconds: float | None = None) -> list[bytes]:
         """Give this rank's part; returns every rank's, by rank. Blocks until all have come.
 
-        Raises `LinkLost` if a link ends first, `TimeoutError`, `QueueFull`, and `LocalProtocolError` for a part so
-        large that the parts of all ranks could not be sent as one frame.
+        Raises `LinkLost` if a link ends first or a round before timed out, `TimeoutError`, `QueueFull`, and
+        `LocalProtocolError` for a part so large that the parts of all ranks could not be sent as one frame.
         """
         self._check_size(len(part), LocalProtocolError)
         with self._changed:
+            if self._lost is not None:
+                raise LinkLost(self._lost)
             number = self._num_called
             self._num_called += 1
         if self._rank == 0:
@@ -62,7 +64,8 @@ class StarExchange:
             if number in self._wholes:
                 return self._wholes.pop(number)
             if not arrived:
-                raise TimeoutError(f"not every rank's part of exchange {number} came within {timeout_seconds} s")
+                self._lost = f"not every rank's part of exchange {number} came within {timeout_seconds} s"
+                raise TimeoutError(self._lost)
             raise LinkLost(str(self._lost))
 
     def _receive_part(self, rank: int, payload: memoryview) -> None:
