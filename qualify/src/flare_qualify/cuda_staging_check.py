@@ -104,7 +104,6 @@ def self_test(directory: Path, *, num_segments: int = 1, page_bytes: int = 8 << 
         num_slots=0,
         memory=pages,
         shelves={Tier.DISK: disk, Tier.MEMORY: memory},
-        on_started=lambda _: None,
         on_result=results.put,
         on_fault=print,
     )

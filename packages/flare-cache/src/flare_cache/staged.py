@@ -55,7 +55,6 @@ class StagedTransport:
         num_pages, num_slots: bounds of page ids and row slots.
         memory: where the pages are; must outlive the threads.
         shelves: by tier; a job on a tier without one fails.
-        on_started: called with the job's id when its work begins, from a worker thread.
         on_result: called with the job's result when it has ended, from a worker thread, once for every job; what it
             raises is logged and lost. By then nothing of the job touches pages, slot, file or staging any more.
         on_fault: called with a reason when the device failed: the job in question has no result, never ends, and its
@@ -68,7 +67,6 @@ class StagedTransport:
     num_slots: int
     memory: PageMemory
     shelves: Mapping[Tier, Shelf]
-    on_started: Callable[[int], None]
     on_result: Callable[[JobResult], None]
     on_fault: Callable[[str], None]
     num_threads: int = DEFAULT_NUM_THREADS
@@ -180,7 +178,6 @@ class StagedTransport:
     def _begin(self, running: _Running) -> None:
         job = running.job
         running.started_at = time.monotonic()
-        self._call(lambda: self.on_started(job.job_id))
         problem = job_problem(job, self.geometry, num_pages=self.num_pages, num_slots=self.num_slots)
         shelf = self.shelves.get(job.tier)
         if problem is not None or shelf is None:
