@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from flare_transport import Address, FrameType, Group, Link, RendezvousSettings, Router, meet
+from flare_transport.certificates import make_credentials, secure_socket
 
 WORD = FrameType(40, "WORD", 1 << 20)
 BULK = FrameType(41, "BULK", 32 << 20)
@@ -105,5 +106,42 @@ def link_pair(closing):
             link.start(recorder.router, **start)
             sides.append((link, recorder))
         return sides
+
+    return start
+
+
+@pytest.fixture(params=["unix", "tcp", "tls"])
+def sockets(request, tcp_pair, closing):
+    if request.param == "unix":
+        pair = socket.socketpair()
+        closing.extend(pair)
+        return pair
+    near, far = tcp_pair()
+    if request.param == "tcp":
+        return near, far
+    ours, theirs = make_credentials(), make_credentials()
+    with ThreadPoolExecutor(1) as pool:
+        served = pool.submit(
+            secure_socket, far, theirs, peer_certificate=ours.certificate, is_server=True, timeout_seconds=10
+        )
+        near = secure_socket(near, ours, peer_certificate=theirs.certificate, is_server=False, timeout_seconds=10)
+        return near, served.result()
+
+
+@pytest.fixture
+def both(sockets, link_pair):
+    return link_pair(*sockets)
+
+
+@pytest.fixture
+def one_side(tcp_pair, make_recorder, closing):
+    """A function that starts a link on one end of a connection; returns (link, recorder, the bare socket)."""
+
+    def start(link_settings=None, **start):
+        near, far = tcp_pair()
+        link, recorder = Link(near, name="near", settings=link_settings), make_recorder()
+        closing.append(link)
+        link.start(recorder.router, **start)
+        return link, recorder, far
 
     return start

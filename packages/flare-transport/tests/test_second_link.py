@@ -156,7 +156,7 @@ def test_a_peer_that_tls_identified_and_that_stays_silent_fails_at_the_short_dea
 def test_a_proof_of_another_run_rank_or_key_is_refused(gather_group, record_listener, threads, change):
     groups = gather_group(2, security=Security.PLAINTEXT)
     listener = record_listener(groups)
-    accepted = threads.submit(listener.accept, timeout_seconds=1)
+    accepted = threads.submit(listener.accept, timeout_seconds=0.3)
     with pytest.raises(SecondLinkError):
         dial_link(replace(groups[1].session, **change), groups[1].peers[0].identity, listener.offers[1])
     with pytest.raises(SecondLinkError, match="the proof is wrong"):

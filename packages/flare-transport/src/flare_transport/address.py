@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from flare_transport.errors import AddressError
 
-_BACKLOG = 128
+_BACKLOG = 1024
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from flare_transport.channel import set_link_options
 
 _LOG = logging.getLogger(__name__)
+_ACCEPTS_PER_TURN = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,7 @@ class Reception:
         ended = []
         for descriptor, _ in self._poller.poll(max(0.0, timeout_seconds) * 1000):
             if descriptor in self._listeners:
-                self._accept(*self._listeners[descriptor])
+                self._accept_all(*self._listeners[descriptor])
             elif descriptor == self._wake_descriptor:
                 os.eventfd_read(descriptor)
             else:
@@ -105,14 +106,19 @@ class Reception:
         for caller in pending:
             caller.send_away()
 
-    def _accept(self, index: int, listener: socket.socket) -> None:
-        try:
-            sock, sockaddr = listener.accept()
-        except OSError:  # it went away before it was accepted, or descriptors ran out
-            return
+    def _accept_all(self, index: int, listener: socket.socket) -> None:
+        """Take what waits, so that a flood does not fill the kernel's queue, where the right peer would wait too."""
+        for _ in range(_ACCEPTS_PER_TURN):
+            try:
+                sock, sockaddr = listener.accept()
+            except OSError:  # nobody waits, or descriptors ran out
+                return
+            self._receive(index, sock, sockaddr)
+
+    def _receive(self, index: int, sock: socket.socket, sockaddr: tuple[object, ...]) -> None:
         try:
             set_link_options(sock)
-        except OSError:
+        except OSError:  # it went away while it waited
             sock.close()
             return
         caller = Caller(sock, str(sockaddr[0]), index, time.monotonic() + self._settings.deadline_seconds)
