@@ -48,12 +48,12 @@ class ScriptedEngine:
     lose_after: int | None = None
     holds: bool = False
     requests: list[EngineRequest] = field(default_factory=list)
-    cancelled: list[int] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
     resets: list[Tier] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     _ids: Iterator[int] = field(default_factory=itertools.count)
 
-    def submit(self, request: EngineRequest, queue: OutputQueue, tag: int) -> int:
+    def submit(self, request: EngineRequest, queue: OutputQueue, tag: int) -> str:
         if self.state is not EngineState.READY:
             raise EngineUnavailable(self.detail)
         self.requests.append(request)
@@ -61,7 +61,7 @@ class ScriptedEngine:
         if not self.holds:
             for event in self._events(request):
                 queue.put_nowait((tag, event))
-        return next(self._ids)
+        return str(next(self._ids))
 
     def _events(self, request: EngineRequest) -> Iterator[OutputEvent]:
         params = request.params
@@ -79,7 +79,7 @@ class ScriptedEngine:
             yield Tokens((params.stop_token_ids[0],), () if params.logprobs is None else (entry(1, params.logprobs),))
         yield Finished("length" if len(ids) == params.max_tokens else "stop", self.cached)
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
     async def snapshot(self) -> ClusterSnapshot:

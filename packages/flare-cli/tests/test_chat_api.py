@@ -161,7 +161,7 @@ def test_a_client_that_goes_away_cancels_its_outputs(make_server, scripted_engin
             await asyncio.wait({task})
 
     asyncio.run(run(stream=False))
-    assert engine.cancelled == [0]
+    assert engine.cancelled == ["0"]
     assert server.service.num_requests == 0
 
 

@@ -6,75 +6,61 @@ The worker makes it; it travels to the API process as msgpack and to clients as 
 from __future__ import annotations
 
 import msgspec
+from flare_core.engine.statistics import EngineSnapshot
 
-__all__ = [
-    "CacheTierSnapshot",
-    "ClusterSnapshot",
-    "PageSnapshot",
-    "RankSnapshot",
-    "RequestSnapshot",
-    "TokenSnapshot",
-]
+__all__ = ["CacheSnapshot", "ClusterSnapshot", "JobSnapshot", "RankSnapshot", "TierSnapshot"]
 
 
-class PageSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Device pages of every rank (their ids are the same everywhere).
-
-    ``free + held + cached + quarantined == total`` at every moment.
-    """
-
-    total: int = 0
-    free: int = 0
-    held: int = 0
-    cached: int = 0
-    quarantined: int = 0
-
-
-class RequestSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Requests now, and since the start."""
-
-    running: int = 0
-    waiting: int = 0
-    finished_total: int = 0
-    cancelled_total: int = 0
-    failed_total: int = 0
-    preempted_total: int = 0
-
-
-class TokenSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens since the start. Of ``lookup_total`` prompt tokens looked up, ``hit_total`` were restored, by tier."""
-
-    prompt_total: int = 0
-    output_total: int = 0
-    lookup_total: int = 0
-    hit_total: dict[str, int] = {}
-
-
-class CacheTierSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier of records: bytes are those of the largest rank's files, the limit is the agreed one."""
+class TierSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """One tier of records. Bytes are those of the rank where they are most; the limit is the agreed one."""
 
     tier: str
-    num_records: int = 0
-    used_bytes: int = 0
-    limit_bytes: int = 0
+    num_records: int
+    charged_bytes: int
+    limit_bytes: int
+    num_stores_pending: int = 0
+    num_fetches_pending: int = 0
+    records_stored: int = 0
+    records_evicted: int = 0
+    records_failed: int = 0
+
+
+class JobSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """Transfer jobs of one rank and operation since the start."""
+
+    rank: int
+    op: str
+    num_done: int
+    num_bytes: int
+    total_seconds: float
+    failures: dict[str, int] = {}
+
+
+class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The record path. ``stores_dropped`` by reason; ``join`` is the number of records found at start, by verdict."""
+
+    tiers: tuple[TierSnapshot, ...]
+    jobs: tuple[JobSnapshot, ...] = ()
+    stores_dropped: dict[str, int] = {}
+    join: dict[str, int] = {}
+    num_jobs_waiting: int = 0
     num_jobs_outstanding: int = 0
-    stores_dropped_total: int = 0
-    jobs_total: dict[str, int] = {}
-    failures_total: dict[str, int] = {}
 
 
 class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One rank. ``steps_behind`` counts from the last step that rank zero planned."""
+    """One rank. ``silent_seconds``: since its last heartbeat; ``step``: the last step it has reported."""
 
     rank: int
-    host: str = ""
+    address: str
     step: int = 0
     silent_seconds: float = 0.0
-    directory: str = ""
 
 
 class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything; ``state`` is starting, ready, draining or lost."""
+    """Everything. ``state`` is starting, ready, draining or lost, ``detail`` says more.
+
+    At every moment the engine's pages, free, held, cached and quarantined, add up to ``num_pages``.
+    """
 
     state: str
     detail: str = ""
@@ -83,10 +69,8 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     world_size: int = 1
     max_model_len: int = 0
     page_tokens: int = 0
+    num_pages: int = 0
     uptime_seconds: float = 0.0
-    steps_total: int = 0
-    pages: PageSnapshot = PageSnapshot()
-    requests: RequestSnapshot = RequestSnapshot()
-    tokens: TokenSnapshot = TokenSnapshot()
-    tiers: tuple[CacheTierSnapshot, ...] = ()
+    engine: EngineSnapshot | None = None
+    cache: CacheSnapshot | None = None
     ranks: tuple[RankSnapshot, ...] = ()

@@ -95,7 +95,7 @@ class Engine(Protocol):
         """A sentence about the state, for people."""
         ...
 
-    def submit(self, request: EngineRequest, queue: OutputQueue, tag: int) -> int:
+    def submit(self, request: EngineRequest, queue: OutputQueue, tag: int) -> str:
         """Start an output; its events are put into ``queue`` with ``tag``. Returns its id.
 
         Raises:
@@ -103,7 +103,7 @@ class Engine(Protocol):
         """
         ...
 
-    def cancel(self, request_id: int) -> None:
+    def cancel(self, request_id: str) -> None:
         """Give an output up; no event of it is put any more. An id that has finished is ignored."""
         ...
 

@@ -78,7 +78,7 @@ class _Output:
     """One output in work."""
 
     index: int
-    request_id: int
+    request_id: str
     request: EngineRequest
     detokenizer: Detokenizer
     matcher: StopMatcher

@@ -95,7 +95,7 @@ class KeyValueStore(Store):
 
     def get(self, key: str) -> bytes:
         """The value; blocks until it is set or the timeout has passed."""
-        return self._table.get(key, self._timeout_seconds)
+        return self._table.get(key, timeout_seconds=self._timeout_seconds)
 
     def add(self, key: str, value: int) -> int:
         """Add to a counter; gives the sum."""
@@ -104,7 +104,7 @@ class KeyValueStore(Store):
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Block until all keys are set."""
         seconds = self._timeout_seconds if timeout is None else timeout.total_seconds()
-        self._table.wait(list(keys), seconds)
+        self._table.wait(list(keys), timeout_seconds=seconds)
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys are set."""

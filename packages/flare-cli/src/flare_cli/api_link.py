@@ -1,0 +1,112 @@
+"""The worker's end of the link to the API process: commands in, events and notices out.
+
+Commands that come before the engine is there wait. Knows no engine but its inbox.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from flare_core.engine.inbox import Inbox
+from flare_core.engine.request import EngineEvent, decode_commands, encode_events
+from flare_transport import Link, LinkEnd, Router, TransportError
+
+from flare_cli.config import RunConfig, decode_config
+from flare_cli.snapshot import ClusterSnapshot
+from flare_cli.worker_protocol import (
+    COMMANDS,
+    CONFIGURATION,
+    EVENTS,
+    NOTICE,
+    SNAPSHOT_QUERY,
+    Notice,
+    SnapshotReply,
+    Stage,
+    encode_notice,
+)
+
+__all__ = ["ApiLink"]
+
+
+class ApiLink:
+    """Receives on the link's thread; sends from any. ``on_loss`` is called when the API process is gone."""
+
+    def __init__(self, link: Link, on_loss: Callable[[str], None]) -> None:
+        self._link = link
+        self._on_loss = on_loss
+        self._config: queue.SimpleQueue[RunConfig] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._inbox: Inbox | None = None
+        self._early: list[bytes] = []
+        self._num_queries = 0
+
+    def start(self) -> None:
+        """Start receiving."""
+        router = Router()
+        router.route(CONFIGURATION, lambda _, payload: self._config.put(decode_config(bytes(payload))))
+        router.route(COMMANDS, lambda _, payload: self._take_commands(bytes(payload)))
+        router.route(SNAPSHOT_QUERY, lambda _, __: self._take_query())
+        router.on_end(self._take_end)
+        self._link.start(router)
+
+    def receive_config(self) -> RunConfig:
+        """The configuration; blocks until it has come."""
+        return self._config.get()
+
+    def attach(self, inbox: Inbox) -> None:
+        """Deliver commands to ``inbox`` from now on, those that waited first."""
+        with self._lock:
+            self._inbox = inbox
+            for data in self._early:
+                inbox.put(decode_commands(data))
+            self._early.clear()
+
+    def emit(self, events: list[EngineEvent]) -> None:
+        """Send engine events; never blocks.
+
+        Raises:
+            TransportError: the API process is gone, or reads nothing any more.
+        """
+        self._link.send(EVENTS, encode_events(events))
+
+    def notify(self, notice: Notice) -> None:
+        """Send a notice; nobody hears it when the API process is gone. Never blocks."""
+        try:
+            self._link.send(NOTICE, encode_notice(notice))
+        except TransportError:
+            return
+
+    def stage(self, text: str, num_done: int = 0, total: int = 0) -> None:
+        """Report a stage of the start."""
+        self.notify(Stage(text, num_done, total))
+
+    def answer_queries(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
+        """Answer what was asked since the last call; called by the engine thread between steps."""
+        if self._num_queries:
+            self._num_queries = 0
+            self.notify(SnapshotReply(snapshot()))
+
+    def close(self) -> None:
+        """Part in order: what was sent arrives, then the API process sees the end. Blocks up to 5 s."""
+        self._link.shutdown()
+        self._link.wait_ended(5.0)
+
+    def _take_commands(self, data: bytes) -> None:
+        with self._lock:
+            if self._inbox is None:
+                self._early.append(data)
+            else:
+                self._inbox.put(decode_commands(data))
+
+    def _take_query(self) -> None:
+        self._num_queries += 1
+        with self._lock:
+            if self._inbox is not None:
+                self._inbox.wake()
+
+    def _take_end(self, link: Link, end: LinkEnd) -> None:
+        del link
+        if end.is_loss:
+            self._on_loss("the API process is gone")

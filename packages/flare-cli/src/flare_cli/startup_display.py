@@ -1,0 +1,63 @@
+"""What a person sees while flare starts: a bar for what takes long, then a few lines on what was agreed.
+
+On a terminal with rich; otherwise, and with JSON logs, as log lines. Knows no engine.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+__all__ = ["StartupDisplay"]
+
+_LOG = logging.getLogger("flare")
+
+
+class StartupDisplay:
+    """Draws on standard error. ``close`` removes the bars; it may be called twice."""
+
+    def __init__(self, *, as_json: bool) -> None:
+        self._console = Console(stderr=True, highlight=False)
+        self._is_live = not as_json and sys.stderr.isatty()
+        self._as_json = as_json
+        self._tasks: dict[str, TaskID] = {}
+        self._seen: set[str] = set()
+        self._progress: Progress | None = None
+
+    def stage(self, text: str, num_done: int, total: int) -> None:
+        """A stage began or went on."""
+        if not self._is_live:
+            if text not in self._seen:
+                self._seen.add(text)
+                _LOG.info("%s", text)
+            return
+        if self._progress is None:
+            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            self._progress = Progress(*columns, console=self._console, transient=True)
+            self._progress.start()
+        if text not in self._tasks:
+            self._tasks[text] = self._progress.add_task(text, total=total or None)
+        self._progress.update(self._tasks[text], completed=num_done, total=total or None)
+
+    def ready(self, title: str, facts: Sequence[tuple[str, str]]) -> None:
+        """The server takes requests."""
+        self.close()
+        if self._as_json:
+            _LOG.info("%s", title, extra={"facts": dict(facts)})
+            return
+        table = Table.grid(padding=(0, 2))
+        for label, text in facts:
+            table.add_row(f"  {label}", text)
+        self._console.print(f"[bold]{title}[/]")
+        self._console.print(table)
+
+    def close(self) -> None:
+        """Stop drawing."""
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None

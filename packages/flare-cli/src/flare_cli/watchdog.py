@@ -1,0 +1,53 @@
+"""Ends a rank's process within a second, whatever its other threads are blocked in: a collective, the disk, the device.
+
+Knows how to end; not why: whoever sees a loss calls ``doom``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+
+__all__ = ["EXIT_LOST", "Watchdog"]
+
+_LOG = logging.getLogger("flare")
+
+EXIT_LOST = 70
+GRACE_SECONDS = 0.5
+"""Between the verdict and the end: the word to the API process and the log line have this long to get out."""
+
+
+class Watchdog:
+    """One per process. ``tell`` receives the reason first, once; it must not block."""
+
+    def __init__(self, tell: Callable[[str], None]) -> None:
+        self._tell = tell
+        self._lock = threading.Lock()
+        self._doomed = threading.Event()
+        self._is_disarmed = False
+
+    def start(self) -> None:
+        """Start the thread that ends the process; it never enters torch, and holds no lock."""
+        threading.Thread(target=self._end, name="flare watchdog", daemon=True).start()
+
+    def doom(self, reason: str) -> None:
+        """The group cannot go on. Returns at once; the first reason counts. May be called from any thread."""
+        with self._lock:
+            if self._doomed.is_set() or self._is_disarmed:
+                return
+            self._doomed.set()
+        self._tell(reason)
+        _LOG.error("stopping: %s", reason)
+
+    def disarm(self) -> None:
+        """The process is ending in order; what is lost from now on is no loss."""
+        with self._lock:
+            self._is_disarmed = True
+
+    def _end(self) -> None:
+        self._doomed.wait()
+        # Not the logging lock's business: another thread may hold it, blocked on a full pipe.
+        threading.Event().wait(GRACE_SECONDS)
+        os._exit(EXIT_LOST)

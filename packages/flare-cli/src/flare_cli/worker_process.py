@@ -1,0 +1,73 @@
+"""Entry point of rank zero's worker process: ``python -m flare_cli.worker_process FD``, started by the API process.
+
+Owns the process's last word: a start that failed, a loss, or an end in order. What it runs is ``rank_zero``'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import socket
+import sys
+
+from flare_core.errors import FlareError
+from flare_transport import TransportError, local_link
+
+from flare_cli.api_link import ApiLink
+from flare_cli.logs import set_up_logs
+from flare_cli.watchdog import EXIT_LOST, Watchdog
+from flare_cli.worker_protocol import LOCAL_LINK_SETTINGS, StartFailed, WorkerLost
+
+__all__ = ["main"]
+
+_LOG = logging.getLogger("flare")
+
+
+def main() -> None:
+    """Serve until told to end; never returns."""
+    # Both may reach the whole process group: the API process drains, this one waits for its word.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    link = local_link(socket.socket(fileno=int(sys.argv[1])), name="link to the API process", settings=LOCAL_LINK_SETTINGS)
+    watchdog = Watchdog(lambda reason: api.notify(WorkerLost(reason)))
+    api = ApiLink(link, watchdog.doom)
+    watchdog.start()
+    api.start()
+    code = _serve(api, watchdog)
+    watchdog.disarm()
+    api.close()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.flush()
+    # Threads of torch and of gloo may still be there; nothing of theirs is worth waiting for.
+    os._exit(code)
+
+
+def _serve(api: ApiLink, watchdog: Watchdog) -> int:
+    config = api.receive_config()
+    set_up_logs(as_json=config.log_json, process="rank 0")
+    from flare_cli.rank_zero import RankZero
+
+    rank = RankZero(config, api, watchdog)
+    try:
+        try:
+            rank.start()
+        except (FlareError, TransportError) as error:
+            api.notify(StartFailed(str(error), getattr(error, "exit_code", 1)))
+            return getattr(error, "exit_code", 1)
+        rank.serve()
+    except FlareError as error:
+        watchdog.doom(str(error))
+        return EXIT_LOST
+    except Exception as error:
+        _LOG.exception("the engine failed")
+        watchdog.doom(f"the engine failed: {type(error).__name__}: {error}")
+        return EXIT_LOST
+    finally:
+        rank.close()
+    return 0
+
+
+if __name__ == "__main__":
+    main()
