@@ -69,7 +69,7 @@ def test_every_choice_leaves_the_rest_closed_under_parents(data):
     records = tree(parents, index)
     for number in data.draw(st.lists(st.integers(0, len(records) - 1), max_size=20)):
         index.use(records[number])
-    pinned = {number for number in data.draw(st.sets(st.integers(0, len(records) - 1)))}
+    pinned = data.draw(st.sets(st.integers(0, len(records) - 1)))
     for number in pinned:
         records[number].num_pins = 1
     needed = data.draw(st.integers(1, 150))

@@ -208,6 +208,7 @@ def test_a_failed_fetch_is_reported_with_the_rank_and_the_reason():
         (lambda leader: (leader.answer(1), leader.start(1)), "after it had answered"),
         (lambda leader: (leader.answer(0), leader.answer(0)), "after it had answered"),
         (lambda leader: leader.take(leader.machine.link_lost(1, "reset", leader.now)), "link to rank 1: reset"),
+        (lambda leader: leader.take(leader.machine.fault("disk threads", leader.now)), "rank 0: disk threads"),
     ],
 )
 def test_an_answer_that_cannot_be_poisons_and_nothing_is_reported_any_more(answer, message):

@@ -255,6 +255,12 @@ class RecordIndex:
         if record.parent is not None:
             del record.parent.children[record.key]
 
+    def bury(self, record: Record) -> None:
+        """Take a hidden record out of the tree and keep its key taken: some rank still holds a file of that name."""
+        self.remove(record)
+        self._records[record.key] = record
+        record.parent = None
+
     def use(self, record: Record) -> None:
         """Make the record and its ancestors the last used."""
         for current in record.lineage():

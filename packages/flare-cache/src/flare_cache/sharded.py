@@ -168,6 +168,11 @@ class ShardedLeader:
         self._poison(f"link to rank {rank}: {reason}")
         return self._settle(now)
 
+    def fault(self, reason: str, now: float) -> list[Effect]:
+        """Rank zero itself can no longer say what it did."""
+        self._poison(f"rank 0: {reason}")
+        return self._settle(now)
+
     def tick(self, now: float) -> list[Effect]:
         """Time has passed: drop what waited too long, find who is overdue."""
         for rank, flight, due_at in self._deadlines():

@@ -1,0 +1,288 @@
+"""Rank zero's shell around the leader's machine: its own transport, the record links, the clock, and the engine.
+
+Events run the machine in the thread that brings them (see :mod:`flare_cache.turnstile`): a submission in the engine's,
+an acknowledgement in its link's, a local result in a disk thread, deadlines in this module's one thread. None of it
+blocks on a disk, a device or a peer. Outcomes wait for the engine, which is woken.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+
+from flare_cache.jobs import Job, JobResult
+from flare_cache.outcomes import Effect, Outcome, Poison, Report, RunHere, Send
+from flare_cache.record_link import (
+    RECORD_ACK,
+    RECORD_JOB,
+    RECORD_STARTED,
+    Progress,
+    decode_ack,
+    decode_progress,
+    decode_started,
+    encode_progress,
+)
+from flare_cache.sharded import ShardedLeader
+from flare_cache.turnstile import Turnstile
+from flare_core.errors import Poisoned
+from flare_transport.errors import TransportError
+from flare_transport.frame_types import HEARTBEAT
+from flare_transport.framing import Buffer, FrameType
+from flare_transport.router import LinkEnd, Router
+
+__all__ = ["Dispatcher", "LocalTransport", "RecordLink"]
+
+_TICK_SECONDS = 0.25
+_log = logging.getLogger(__name__)
+
+_Step = Callable[[float], list[Effect]]
+
+
+class RecordLink(Protocol):
+    """A started record link; :class:`flare_transport.link.Link` is one. Nothing here blocks."""
+
+    def send(self, frame_type: FrameType, payload: Buffer = b"") -> None:
+        """Queue a frame. Raises TransportError, having sent nothing, when the queue is full or the link ended."""
+        ...
+
+    def shutdown(self) -> None:
+        """End in order."""
+        ...
+
+    def fail(self, reason: str) -> None:
+        """Give the link up; the other side sees a disconnect."""
+        ...
+
+
+class LocalTransport(Protocol):
+    """A rank's own executor of jobs; :class:`flare_cache.staged.StagedTransport` is one."""
+
+    def submit(self, job: Job) -> None:
+        """Take a job without blocking; its result comes through the callback it was built with."""
+        ...
+
+    def step_finished(self, step: int) -> None:
+        """Jobs that wait for steps up to ``step`` may start."""
+        ...
+
+    def wait_for_jobs(self, jobs: Sequence[int]) -> None:
+        """Block until these jobs have ended on this rank. Raises Poisoned when it was closed meanwhile."""
+        ...
+
+    def close(self, deadline_seconds: float) -> bool:
+        """Drain; whether everything ended in time."""
+        ...
+
+
+class Dispatcher:
+    """See the module. Build it, then the local transport with ``on_result=dispatcher.finished_here``, then start it.
+
+    Args:
+        leader: the machine.
+        on_outcome: called whenever :meth:`take` has something new, from any thread; must not block.
+        on_poison: called once with the reason, from any thread; must not block. The process is to end within a second.
+    """
+
+    def __init__(
+        self, leader: ShardedLeader, *, on_outcome: Callable[[], None], on_poison: Callable[[str], None]
+    ) -> None:
+        self._leader = leader
+        self._on_outcome = on_outcome
+        self._on_poison = on_poison
+        self._turnstile: Turnstile[_Step] = Turnstile(self._handle)
+        self._outcomes: deque[Outcome] = deque()
+        self._poisoned: str | None = None
+        self._closing = threading.Event()
+        self._is_serving = False
+        self._lost_early: list[tuple[int, str]] = []
+        self._thread = threading.Thread(target=self._run_clock, name="flare record dispatcher", daemon=True)
+        self._transport: LocalTransport | None = None
+        self._links: Mapping[int, RecordLink] = {}
+        self._last_step = 0
+        self._num_finished = 0
+        self._finished = itertools.count(1)
+        self._progress: dict[int, Progress] = {}
+
+    def route(self, router: Router, rank: int) -> None:
+        """Declare the routes of the record link of ``rank``, before that link is started."""
+        router.route(RECORD_STARTED, lambda _, payload: self._started(rank, payload))
+        router.route(RECORD_ACK, lambda _, payload: self._acked(rank, payload))
+        router.route(HEARTBEAT, lambda _, payload: self._heard(rank, payload))
+        router.on_end(lambda _, end: self._link_ended(rank, end))
+
+    def start(self, transport: LocalTransport, links: Mapping[int, RecordLink]) -> None:
+        """Serve, once ranks have joined. ``transport`` and ``links`` (by rank) are started."""
+        self._transport = transport
+        self._links = links
+        self._turnstile.post(self._serve)
+        self._thread.start()
+
+    def pulse(self) -> bytes:
+        """Payload of a heartbeat to a peer."""
+        return encode_progress(Progress(self._last_step, self._num_finished))
+
+    def submit(self, job: Job, *, tag: int, num_bytes: int, expires_at: float | None = None) -> None:
+        """Have ``job`` (id 0) run on every rank; its outcome comes through :meth:`take`. Times are monotonic."""
+        self._turnstile.post(
+            lambda now: self._leader.submit(job, tag=tag, num_bytes=num_bytes, now=now, expires_at=expires_at)
+        )
+
+    def cancel(self, tag: int) -> None:
+        """Withdraw what carries ``tag`` and has not begun."""
+        self._turnstile.post(lambda now: self._leader.cancel(tag, now))
+
+    def take(self) -> list[Outcome]:
+        """Outcomes since the last call.
+
+        Raises:
+            Poisoned: ranks can no longer account for each other.
+        """
+        outcomes: list[Outcome] = []
+        while self._outcomes:
+            outcomes.append(self._outcomes.popleft())
+        if self._poisoned is not None:
+            raise Poisoned(self._poisoned)
+        return outcomes
+
+    def finished_here(self, result: JobResult) -> None:
+        """Rank zero's own transport finished a job."""
+        self._num_finished = next(self._finished)
+        self._turnstile.post(lambda now: self._leader.finished_here(result, now))
+
+    def step_finished(self, step: int) -> None:
+        """Steps up to ``step`` have finished on rank zero's device."""
+        self._last_step = step
+        if self._transport is not None:
+            self._transport.step_finished(step)
+        self._turnstile.post(lambda now: self._leader.progressed(0, step, now))
+
+    def wait_for_jobs(self, jobs: Sequence[int]) -> None:
+        """Block until these jobs have ended on rank zero."""
+        if jobs and self._transport is not None:
+            self._transport.wait_for_jobs(jobs)
+
+    @property
+    def peer_progress(self) -> Mapping[int, Progress]:
+        """What each peer's last heartbeat said."""
+        return dict(self._progress)
+
+    @property
+    def num_waiting(self) -> int:
+        """Jobs that wait at rank zero."""
+        return self._leader.num_waiting
+
+    @property
+    def num_outstanding(self) -> int:
+        """Jobs that ranks work on."""
+        return self._leader.num_outstanding
+
+    def close(self, deadline_seconds: float) -> bool:
+        """End in order: no more jobs, links shut, the local transport drained within the deadline.
+
+        Returns whether it drained. If not, keep page memory as it is until the process ends.
+        """
+        self._closing.set()
+        if self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join()
+        for link in self._links.values():
+            link.shutdown()
+        return self._transport is None or self._transport.close(deadline_seconds)
+
+    def _run_clock(self) -> None:
+        while not self._closing.wait(_TICK_SECONDS):
+            self._turnstile.post(self._leader.tick)
+
+    def _started(self, rank: int, payload: memoryview) -> None:
+        try:
+            frame = decode_started(payload)
+        except msgspec.DecodeError as error:
+            self._lost(rank, f"a STARTED frame that cannot be read: {error}")
+            return
+        self._turnstile.post(lambda now: self._leader.started(rank, frame, now))
+
+    def _acked(self, rank: int, payload: memoryview) -> None:
+        try:
+            frame = decode_ack(payload)
+        except msgspec.DecodeError as error:
+            self._lost(rank, f"an acknowledgement that cannot be read: {error}")
+            return
+        self._turnstile.post(lambda now: self._leader.acked(rank, frame, now))
+
+    def _heard(self, rank: int, payload: memoryview) -> None:
+        try:
+            progress = decode_progress(payload)
+        except msgspec.DecodeError as error:
+            self._lost(rank, f"a heartbeat that cannot be read: {error}")
+            return
+        self._progress[rank] = progress
+        self._turnstile.post(lambda now: self._leader.progressed(rank, progress.last_step, now))
+
+    def _link_ended(self, rank: int, end: LinkEnd) -> None:
+        if not self._closing.is_set():
+            self._lost(rank, end.detail)
+
+    def _lost(self, rank: int, reason: str) -> None:
+        self._turnstile.post(lambda now: self._lose(rank, reason, now))
+
+    def _lose(self, rank: int, reason: str, now: float) -> list[Effect]:
+        if self._is_serving:
+            return self._leader.link_lost(rank, reason, now)
+        # While ranks join, the join itself sees the end and fails start-up with a better message.
+        self._lost_early.append((rank, reason))
+        return []
+
+    def _serve(self, now: float) -> list[Effect]:
+        self._is_serving = True
+        return [effect for rank, reason in self._lost_early for effect in self._leader.link_lost(rank, reason, now)]
+
+    def _handle(self, step: _Step) -> None:
+        try:
+            for effect in step(time.monotonic()):
+                self._perform(effect)
+        except Exception as error:  # noqa: BLE001 - the boundary of every thread that brings events
+            _log.exception("the record dispatcher failed")
+            self._become_poisoned(f"internal: {type(error).__name__}: {error}")
+
+    def _perform(self, effect: Effect) -> None:
+        match effect:
+            case Send(rank, payload):
+                try:
+                    self._links[rank].send(RECORD_JOB, payload)
+                except TransportError as error:
+                    self._lost(rank, str(error))
+            case RunHere(job):
+                self._run_here(job)
+            case Report(outcome):
+                self._outcomes.append(outcome)
+                self._on_outcome()
+            case Poison(reason):
+                self._become_poisoned(reason)
+
+    def _run_here(self, job: Job) -> None:
+        transport = self._transport
+        reason = "a job came before the dispatcher was started"
+        if transport is not None:
+            try:
+                transport.submit(job)
+            except (Poisoned, ValueError) as error:
+                reason = str(error)
+            else:
+                return
+        self._turnstile.post(lambda now: self._leader.fault(reason, now))
+
+    def _become_poisoned(self, reason: str) -> None:
+        if self._poisoned is not None:
+            return
+        self._poisoned = reason
+        _log.error("poisoned: %s", reason)
+        self._on_poison(reason)
+        self._on_outcome()
+        for link in self._links.values():
+            link.fail(f"poisoned: {reason}")

@@ -1,0 +1,301 @@
+"""Brings up the group half of the record path on one rank: transport, scan, links, join, then serving.
+
+The one place that knows the order of these steps. What is measured, configured or shown to people is decided by the
+caller, who also brings shelves, page memory and connected links.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from flare_cache.directory import RecordDirectory
+from flare_cache.dispatcher import Dispatcher
+from flare_cache.eviction import Budget
+from flare_cache.index import RecordIndex
+from flare_cache.jobs import JobResult
+from flare_cache.join import ApplyHere, Finished, JoinLeader, JoinPeer
+from flare_cache.join_directory import apply_verdicts, make_statement
+from flare_cache.join_messages import Applied, Broken, JoinMessage, Refused, encode_message
+from flare_cache.join_report import JoinReport
+from flare_cache.join_set import adopt
+from flare_cache.join_shell import JOIN_TIMEOUT_SECONDS, JoinInbox, join_as_leader, join_as_peer
+from flare_cache.outcomes import ShardedLimits
+from flare_cache.peer_service import PeerService, ServiceEnd
+from flare_cache.record_link import RECORD_JOIN
+from flare_cache.record_plan import FileSizes, record_bounds
+from flare_cache.scan import Scan, save_join_index, scan_directory
+from flare_cache.settings import CacheSettings
+from flare_cache.sharded import ShardedLeader
+from flare_cache.staged import StagedTransport
+from flare_cache.tier_store import TierContent, TierStore
+from flare_core.errors import ConfigurationMismatch
+from flare_core.geometry import Geometry
+from flare_core.prefix import Tier
+from flare_transport.errors import TransportError
+from flare_transport.link import Link
+from flare_transport.router import Router
+
+__all__ = ["LeaderGroup", "PeerGroup", "RankSetup", "start_leader", "start_peer"]
+
+_STORE_ID_BYTES = 16
+_ABORT_SECONDS = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankSetup:
+    """What a rank brings.
+
+    Attributes:
+        settings: see :class:`flare_cache.settings.CacheSettings`.
+        rank: this rank; its geometry is ``settings.identity.geometries[rank]``.
+        directory: open and locked; None without a disk tier. Closed by the caller.
+        make_transport: builds this rank's transport, not started, with the ``on_result`` that it is given.
+    """
+
+    settings: CacheSettings
+    rank: int
+    directory: RecordDirectory | None
+    make_transport: Callable[[Callable[[JobResult], None]], StagedTransport]
+
+    @property
+    def geometry(self) -> Geometry:
+        """This rank's."""
+        return self.settings.identity.geometries[self.rank]
+
+    def scan(self) -> Scan | None:
+        """Read the directory; rank zero keeps token ids, which its index needs."""
+        if self.directory is None:
+            return None
+        return scan_directory(
+            self.directory,
+            geometry=self.geometry,
+            set_fingerprint=self.settings.identity.fingerprint(),
+            with_token_ids=self.rank == 0,
+        )
+
+    def apply(self, scan: Scan | None, effect: ApplyHere) -> Applied:
+        """Do to the directory what was agreed."""
+        if self.directory is None or scan is None:
+            return Applied(0, 0, 0)
+        return apply_verdicts(
+            self.directory,
+            scan,
+            effect.verdicts,
+            set_id=effect.set_id,
+            settings=self.settings,
+            geometry=self.geometry,
+        )
+
+    def save_hint(self, keys_by_use: list[bytes]) -> None:
+        """Write ``join.idx`` for the next start, when nothing runs any more. Keys not named are older.
+
+        Raises:
+            OSError: it could not be written; the next start then opens every header.
+        """
+        scan = self.scan()
+        if self.directory is None or scan is None:
+            return
+        order = {key: position for position, key in enumerate(keys_by_use)}
+        records = sorted(scan.records, key=lambda record: order.get(record.identity.key, -1))
+        save_join_index(
+            self.directory,
+            records,
+            geometry=self.geometry,
+            set_fingerprint=self.settings.identity.fingerprint(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class LeaderGroup:
+    """Rank zero, serving.
+
+    Attributes:
+        store: the engine's prefix store.
+        dispatcher: also rank zero's job gate (``step_finished``, ``wait_for_jobs``).
+        transport: rank zero's own.
+        report: of the join.
+        setup: as given.
+    """
+
+    store: TierStore
+    dispatcher: Dispatcher
+    transport: StagedTransport
+    report: JoinReport
+    setup: RankSetup
+
+    def close(self, deadline_seconds: float) -> bool:
+        """End in order; the engine has stopped and ``store.is_idle`` holds (or what is under way is given up).
+
+        Returns whether transfers drained. If not, free nothing and end by ``os._exit``.
+        """
+        keys = self.store.keys_by_use(Tier.DISK)
+        if not self.dispatcher.close(deadline_seconds):
+            return False
+        self.setup.save_hint(keys)
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGroup:
+    """A peer, serving. ``service`` is also its job gate."""
+
+    service: PeerService
+    transport: StagedTransport
+    report: JoinReport
+    setup: RankSetup
+
+    def close(self, deadline_seconds: float) -> bool:
+        """End in order from this side, or after rank zero has; see :meth:`LeaderGroup.close`."""
+        is_drained = self.service.close(deadline_seconds) and self.transport.close(deadline_seconds)
+        if is_drained:
+            self.setup.save_hint([])
+        return is_drained
+
+
+def start_leader(
+    setup: RankSetup,
+    links: Mapping[int, Link],
+    *,
+    run_id: bytes,
+    on_outcome: Callable[[], None],
+    on_poison: Callable[[str], None],
+    limits: ShardedLimits | None = None,
+    timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
+) -> LeaderGroup:
+    """Bring up rank zero; blocks until every rank has joined.
+
+    Args:
+        setup: rank zero's.
+        links: record links by rank, proven and not started; empty for a group of one.
+        run_id: of the session.
+        on_outcome: wakes the engine, whose next ``store.poll()`` has something new; any thread, must not block.
+        on_poison: tells the watchdog; any thread, must not block.
+        limits: of the sharded transport.
+        timeout_seconds: for the whole join.
+
+    Raises:
+        ConfigurationMismatch, UsageError: as :func:`flare_cache.join_shell.join_as_leader`.
+        RuntimeError, OSError: no threads, or the directory cannot be read.
+    """
+    settings = setup.settings
+    world_size = settings.identity.world_size
+    dispatcher = Dispatcher(
+        ShardedLeader(run_id=run_id, world_size=world_size, limits=limits or ShardedLimits()),
+        on_outcome=on_outcome,
+        on_poison=on_poison,
+    )
+    transport = setup.make_transport(dispatcher.finished_here)
+    try:
+        inbox = JoinInbox()
+        for rank, link in links.items():
+            router = Router()
+            dispatcher.route(router, rank)
+            inbox.route(router, rank)
+            link.start(router, pulse=dispatcher.pulse)
+        transport.start()
+        scan = setup.scan()
+        sizes = FileSizes(settings.identity.geometries)
+        leader = JoinLeader(
+            make_statement(settings, setup.geometry, setup.directory, scan),
+            scan.records if scan is not None else [],
+            world_size=world_size,
+            sizes=sizes,
+            accept_loss=settings.accept_loss,
+            draw_set_id=lambda: secrets.token_bytes(_STORE_ID_BYTES),
+        )
+        joined = join_as_leader(
+            leader, links, inbox, lambda effect: setup.apply(scan, effect), timeout_seconds=timeout_seconds
+        )
+    except BaseException as error:
+        lines = [str(error) or type(error).__name__]
+        _abandon(transport, links, Refused(lines, isinstance(error, ConfigurationMismatch)))
+        raise
+    bounds = record_bounds(
+        settings.identity.geometries,
+        min_tail_tokens=settings.min_tail_tokens,
+        max_record_bytes=settings.max_record_bytes,
+    )
+    store = TierStore(
+        _tiers(settings, joined, scan),
+        bounds=bounds,
+        sizes=sizes,
+        jobs=dispatcher,
+        has_rows=setup.geometry.row_bytes > 0,
+        clock=time.monotonic,
+        draw_store_id=lambda: secrets.token_bytes(_STORE_ID_BYTES),
+        min_restore_tokens=settings.min_tail_tokens,
+    )
+    dispatcher.start(transport, links)
+    return LeaderGroup(store, dispatcher, transport, joined.report, setup)
+
+
+def start_peer(
+    setup: RankSetup,
+    link: Link,
+    *,
+    run_id: bytes,
+    on_end: Callable[[ServiceEnd], None],
+    timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
+) -> PeerGroup:
+    """Bring up a peer; blocks until every rank has joined. Raises as :func:`start_leader`.
+
+    Args:
+        setup: this rank's.
+        link: the record link to rank zero, proven and not started.
+        run_id: of the session.
+        on_end: called once the record link has ended after the join; the process is to end then.
+        timeout_seconds: for the whole join.
+    """
+    service = PeerService(run_id=run_id, rank=setup.rank, on_end=on_end)
+    transport = setup.make_transport(service.finished_here)
+    service.attach(transport, link)
+    router, inbox = Router(), JoinInbox()
+    service.route(router)
+    inbox.route(router, 0)
+    try:
+        link.start(router, pulse=service.pulse)
+        # Threads and directory first: a rank that cannot open them fails the join, not serving.
+        transport.start()
+        scan = setup.scan()
+        statement = make_statement(setup.settings, setup.geometry, setup.directory, scan)
+        joined = join_as_peer(
+            JoinPeer(statement, scan.records if scan is not None else []),
+            link,
+            inbox,
+            lambda effect: setup.apply(scan, effect),
+            timeout_seconds=timeout_seconds,
+        )
+    except BaseException as error:
+        _abandon(transport, {0: link}, Broken(str(error) or type(error).__name__))
+        raise
+    service.serve()
+    return PeerGroup(service, transport, joined.report, setup)
+
+
+def _tiers(settings: CacheSettings, joined: Finished, scan: Scan | None) -> dict[Tier, TierContent]:
+    """Each configured tier as it begins: memory empty, disk with what was agreed."""
+    tiers: dict[Tier, TierContent] = {}
+    page_tokens = settings.identity.page_tokens
+    report, agreement = joined.report, joined.agreement
+    if settings.memory_bytes is not None:
+        tiers[Tier.MEMORY] = TierContent(RecordIndex(page_tokens), Budget(report.memory_limit_bytes))
+    if scan is not None and agreement is not None:
+        charged = agreement.kept_bytes + report.left_bytes
+        tiers[Tier.DISK] = TierContent(adopt(agreement, page_tokens), Budget(report.disk_limit_bytes, charged))
+    return tiers
+
+
+def _abandon(transport: StagedTransport, links: Mapping[int, Link], last_word: JoinMessage) -> None:
+    """Start-up failed: tell the other side why, if it does not know yet, and let go of everything."""
+    for link in links.values():
+        with contextlib.suppress(TransportError):
+            link.send(RECORD_JOIN, encode_message(last_word))
+        link.shutdown()
+    transport.close(_ABORT_SECONDS)
+    for link in links.values():
+        link.wait_ended(_ABORT_SECONDS)
+        link.close()
