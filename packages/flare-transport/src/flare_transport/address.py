@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from flare_transport.errors import AddressError
 
+__all__ = ["Address", "listen_on", "parse_address", "resolve"]
+
 _BACKLOG = 1024
 
 

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING
 from flare_transport.errors import CertificateError
 from flare_transport.handshake_messages import certificate_digest
 
+__all__ = ["Credentials", "make_credentials", "secure_socket"]
+
 if TYPE_CHECKING:
     import ssl
 

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Protocol, cast
 
 from flare_transport.framing import Buffer
 
+__all__ = ["USER_TIMEOUT_MILLISECONDS", "Channel", "PlainChannel", "TlsChannel", "open_channel", "set_link_options"]
+
 if TYPE_CHECKING:
     import ssl
 

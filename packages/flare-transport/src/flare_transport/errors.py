@@ -4,6 +4,22 @@ A `LocalProtocolError` is a mistake of the caller, found before anything was sen
 of the other side: its connection cannot be trusted any further. All are `TransportError`s.
 """
 
+__all__ = [
+    "AddressError",
+    "CertificateError",
+    "KeyFileError",
+    "KeyValueError",
+    "KeyValueTimeoutError",
+    "LinkLost",
+    "LocalProtocolError",
+    "QueueFull",
+    "RemoteProtocolError",
+    "RendezvousError",
+    "SecondLinkError",
+    "TransportError",
+    "VersionMismatchError",
+]
+
 
 class TransportError(Exception):
     """A fault of a link, a handshake or a setting of this package."""

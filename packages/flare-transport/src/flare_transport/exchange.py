@@ -13,6 +13,8 @@ from flare_transport.framing import Buffer
 from flare_transport.link import Link
 from flare_transport.router import LinkEnd, Router
 
+__all__ = ["StarExchange"]
+
 _ROUND = struct.Struct("<Q")
 _LENGTH = struct.Struct("<I")
 

@@ -2,6 +2,27 @@
 
 from flare_transport.framing import FrameType
 
+__all__ = [
+    "ACCEPT",
+    "ALL_FRAME_TYPES",
+    "BYE",
+    "COMPLETE",
+    "EXCHANGE_PART",
+    "EXCHANGE_WHOLE",
+    "FIRST_CONSUMER_CODE",
+    "HEARTBEAT",
+    "HELLO",
+    "KEY_VALUE_REPLY",
+    "KEY_VALUE_REQUEST",
+    "LINK_ACCEPT",
+    "LINK_PROOF",
+    "MAX_CERTIFICATE_BYTES",
+    "PROOF",
+    "REFUSE",
+    "WELCOME",
+    "by_code",
+]
+
 FIRST_CONSUMER_CODE = 32
 
 MAX_CERTIFICATE_BYTES = 4096

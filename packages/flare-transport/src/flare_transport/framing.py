@@ -13,6 +13,19 @@ from typing import NamedTuple, NoReturn, TypeAlias
 
 from flare_transport.errors import LocalProtocolError, RemoteProtocolError, VersionMismatchError
 
+__all__ = [
+    "FRAMING_VERSION",
+    "HEADER_BYTES",
+    "MAGIC",
+    "MAX_LENGTH",
+    "Buffer",
+    "Frame",
+    "FrameDecoder",
+    "FrameType",
+    "encode_frame",
+    "encode_header",
+]
+
 MAGIC = b"flre"
 FRAMING_VERSION = 1
 HEADER_BYTES = 16

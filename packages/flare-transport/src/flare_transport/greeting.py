@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 from flare_transport.channel import set_link_options
 
+__all__ = ["Caller", "Greeter", "GreetingSettings", "Reception"]
+
 _LOG = logging.getLogger(__name__)
 _ACCEPTS_PER_TURN = 64
 

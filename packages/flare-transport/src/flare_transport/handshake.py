@@ -37,6 +37,17 @@ from flare_transport.handshake_messages import (
 )
 from flare_transport.keys import derive_key
 
+__all__ = [
+    "PEER_TABLE",
+    "RANK_ZERO_TABLE",
+    "HandshakeSettings",
+    "HandshakeState",
+    "PeerHandshake",
+    "Proven",
+    "RankZeroHandshake",
+    "rendezvous_key",
+]
+
 
 class HandshakeState(Enum):
     """Where a handshake stands; the states of both roles."""

@@ -13,6 +13,26 @@ from enum import IntEnum
 from flare_transport.errors import RemoteProtocolError
 from flare_transport.frame_types import MAX_CERTIFICATE_BYTES
 
+__all__ = [
+    "DIGEST_BYTES",
+    "MAC_BYTES",
+    "NONCE_BYTES",
+    "PROTOCOL_VERSIONS",
+    "RUN_ID_BYTES",
+    "Hello",
+    "Refusal",
+    "RefusalCode",
+    "Security",
+    "Welcome",
+    "certificate_digest",
+    "decode_hello",
+    "decode_refusal",
+    "decode_welcome",
+    "pack_versions",
+    "transcript_mac",
+    "transcript_of",
+]
+
 PROTOCOL_VERSIONS = (1, 1)
 
 NONCE_BYTES = 32

@@ -32,6 +32,8 @@ from flare_transport.key_value_table import (
 from flare_transport.link import Link
 from flare_transport.router import LinkEnd, Router
 
+__all__ = ["DEFAULT_TIMEOUT_SECONDS", "KeyValue", "KeyValueService", "key_value_over"]
+
 DEFAULT_TIMEOUT_SECONDS = 300.0
 
 _T = TypeVar("_T", bytes, int, bool)

@@ -9,6 +9,26 @@ from typing import TypeAlias
 
 import msgspec
 
+__all__ = [
+    "MAX_ENTRY_BYTES",
+    "MAX_TABLE_BYTES",
+    "MAX_WAITING",
+    "AddRequest",
+    "Addressed",
+    "Answer",
+    "CancelRequest",
+    "CheckRequest",
+    "CompareSetRequest",
+    "CountRequest",
+    "DeleteRequest",
+    "GetRequest",
+    "KeyValueTable",
+    "Reply",
+    "Request",
+    "SetRequest",
+    "WaitRequest",
+]
+
 MAX_TABLE_BYTES = 64 << 20
 MAX_ENTRY_BYTES = 1 << 20
 MAX_WAITING = 4096

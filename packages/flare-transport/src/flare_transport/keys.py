@@ -15,6 +15,8 @@ from typing import IO
 
 from flare_transport.errors import KeyFileError
 
+__all__ = ["KEY_BYTES", "derive_key", "generate_key", "load_key_file", "write_key"]
+
 KEY_BYTES = 32
 _MAX_FILE_BYTES = 4096
 _HEX_KEY = re.compile(rb"[0-9a-fA-F]{64}")

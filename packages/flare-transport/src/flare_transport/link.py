@@ -27,6 +27,8 @@ from flare_transport.liveness import HeartbeatSettings, Liveness
 from flare_transport.router import EndCause, LinkEnd, Router
 from flare_transport.send_queue import SendQueue
 
+__all__ = ["Link", "LinkSettings", "LinkState", "Pulse"]
+
 _LOG = logging.getLogger(__name__)
 _READ_BYTES = 1 << 16
 _WRITE_BYTES = 1 << 18

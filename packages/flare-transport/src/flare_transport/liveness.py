@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+__all__ = ["HeartbeatSettings", "Liveness"]
+
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatSettings:

@@ -5,6 +5,8 @@ import socket
 from flare_transport.errors import LocalProtocolError
 from flare_transport.link import Link, LinkSettings
 
+__all__ = ["local_link"]
+
 
 def local_link(sock: socket.socket, *, name: str = "local link", settings: LinkSettings | None = None) -> Link:
     """Return a link over one end of `socket.socketpair()`, which it then owns; raises `LocalProtocolError` otherwise.

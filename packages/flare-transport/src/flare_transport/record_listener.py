@@ -25,6 +25,8 @@ from flare_transport.second_link import LinkOffer, dialler_proof, listener_proof
 from flare_transport.session import PeerIdentity, Session
 from flare_transport.timed_socket import TimedSocket
 
+__all__ = ["LinkListener", "dial_link", "open_link_listener"]
+
 
 class LinkListener:
     """Rank zero's listeners for one purpose, by `open_link_listener`. Send `offers[rank]` to each peer, then `accept`.

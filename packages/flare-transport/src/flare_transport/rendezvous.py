@@ -5,6 +5,8 @@ from flare_transport.errors import RendezvousError
 from flare_transport.rendezvous_settings import Observer, RendezvousSettings, Sighting
 from flare_transport.session import Group
 
+__all__ = ["meet"]
+
 
 def meet(settings: RendezvousSettings, *, observe: Observer | None = None) -> Group:
     """Meet the other ranks; blocks until all have come, at most `deadline_seconds`.

@@ -19,6 +19,8 @@ from flare_transport.rendezvous_settings import Observer, RendezvousSettings, Si
 from flare_transport.session import Group, Peer, Session, identity_of
 from flare_transport.timed_socket import TimedSocket
 
+__all__ = ["join"]
+
 _FIRST_PAUSE_SECONDS = 0.02
 _LAST_PAUSE_SECONDS = 1.0
 

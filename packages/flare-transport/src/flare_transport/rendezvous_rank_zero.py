@@ -20,6 +20,8 @@ from flare_transport.rendezvous_settings import Observer, RendezvousSettings, Si
 from flare_transport.session import Group, Peer, PeerIdentity, Session, identity_of
 from flare_transport.timed_socket import TimedSocket
 
+__all__ = ["gather"]
+
 _LAST_WORD_SECONDS = 1.0
 _NUM_REMEMBERED = 5
 _MAX_READS_AFTER_REFUSAL = 16

@@ -8,6 +8,8 @@ from flare_transport.greeting import GreetingSettings
 from flare_transport.handshake_messages import Security
 from flare_transport.link import LinkSettings
 
+__all__ = ["Observer", "RendezvousSettings", "Sighting"]
+
 
 @dataclass(frozen=True, slots=True)
 class RendezvousSettings:

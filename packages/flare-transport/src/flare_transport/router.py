@@ -11,6 +11,8 @@ from flare_transport.errors import LocalProtocolError
 from flare_transport.frame_types import BYE, HEARTBEAT
 from flare_transport.framing import Frame, FrameType
 
+__all__ = ["EndCause", "EndListener", "LinkEnd", "Receiver", "Router"]
+
 if TYPE_CHECKING:
     from flare_transport.link import Link
 

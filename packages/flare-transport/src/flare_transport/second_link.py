@@ -12,6 +12,8 @@ import msgspec
 from flare_transport.keys import derive_key
 from flare_transport.session import Session
 
+__all__ = ["LinkOffer", "dialler_proof", "listener_proof"]
+
 _SCOPE = struct.Struct("<I32s")
 
 

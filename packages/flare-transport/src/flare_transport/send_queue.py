@@ -5,6 +5,8 @@ from collections import deque
 from flare_transport.errors import QueueFull
 from flare_transport.framing import Buffer
 
+__all__ = ["SendQueue"]
+
 # Below this a frame is one buffer, so that it leaves in one system call and one TLS record.
 _JOIN_BELOW_BYTES = 1 << 16
 

@@ -9,6 +9,8 @@ from flare_transport.handshake import Proven
 from flare_transport.handshake_messages import Security
 from flare_transport.link import Link
 
+__all__ = ["Group", "Peer", "PeerIdentity", "Session", "identity_of"]
+
 
 @dataclass(frozen=True, slots=True)
 class PeerIdentity:

@@ -8,6 +8,8 @@ import time
 
 from flare_transport.framing import Buffer
 
+__all__ = ["ConnectionCutError", "TimedSocket"]
+
 
 class ConnectionCutError(ConnectionError):
     """The other side closed the connection in the middle of an exchange."""
