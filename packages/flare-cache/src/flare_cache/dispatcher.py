@@ -82,7 +82,8 @@ class LocalTransport(Protocol):
 
 
 class Dispatcher:
-    """See the module. Build it, then the local transport with ``on_result=dispatcher.finished_here``, then start it.
+    """See the module. Build it, then the local transport with ``on_result=dispatcher.finished_here`` and
+    ``on_fault=dispatcher.fault_here``, then start it.
 
     Args:
         leader: the machine.
@@ -155,6 +156,10 @@ class Dispatcher:
         """Rank zero's own transport finished a job."""
         self._num_finished = next(self._finished)
         self._turnstile.post(lambda now: self._leader.finished_here(result, now))
+
+    def fault_here(self, reason: str) -> None:
+        """Rank zero's device failed under a job, which therefore never ends."""
+        self._turnstile.post(lambda now: self._leader.fault(reason, now))
 
     def step_finished(self, step: int) -> None:
         """Steps up to ``step`` have finished on rank zero's device."""

@@ -60,7 +60,8 @@ class ServiceEnd:
 
 
 class PeerService:
-    """See the module. Build it, then the transport with ``on_result=service.finished_here``, then :meth:`attach`.
+    """See the module. Build it, then the transport with ``on_result=service.finished_here`` and
+    ``on_fault=service.fault_here``, then :meth:`attach`.
 
     Args:
         run_id, rank: of this run, as the rendezvous agreed.
@@ -126,6 +127,11 @@ class PeerService:
         except TransportError as error:
             # Nothing is lost by this: rank zero never reports a job that was not acknowledged.
             link.fail(f"job {result.job_id} cannot be acknowledged: {error}")
+
+    def fault_here(self, reason: str) -> None:
+        """This rank's device failed under a job, which therefore never ends: give the link up."""
+        if self._link is not None:
+            self._link.fail(reason)
 
     def step_finished(self, step: int) -> None:
         """Steps up to ``step`` have finished on this rank's device."""

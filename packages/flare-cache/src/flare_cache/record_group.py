@@ -53,13 +53,14 @@ class RankSetup:
         settings: see :class:`flare_cache.settings.CacheSettings`.
         rank: this rank; its geometry is ``settings.identity.geometries[rank]``.
         directory: open and locked; None without a disk tier. Closed by the caller.
-        make_transport: builds this rank's transport, not started, with the ``on_result`` that it is given.
+        make_transport: builds this rank's transport, not started, with the ``on_result`` and ``on_fault`` that it is
+            given.
     """
 
     settings: CacheSettings
     rank: int
     directory: RecordDirectory | None
-    make_transport: Callable[[Callable[[JobResult], None]], StagedTransport]
+    make_transport: Callable[[Callable[[JobResult], None], Callable[[str], None]], StagedTransport]
 
     @property
     def geometry(self) -> Geometry:
@@ -188,7 +189,7 @@ def start_leader(
         on_outcome=on_outcome,
         on_poison=on_poison,
     )
-    transport = setup.make_transport(dispatcher.finished_here)
+    transport = setup.make_transport(dispatcher.finished_here, dispatcher.fault_here)
     try:
         inbox = JoinInbox()
         for rank, link in links.items():
@@ -251,7 +252,7 @@ def start_peer(
         timeout_seconds: for the whole join.
     """
     service = PeerService(run_id=run_id, rank=setup.rank, on_end=on_end)
-    transport = setup.make_transport(service.finished_here)
+    transport = setup.make_transport(service.finished_here, service.fault_here)
     service.attach(transport, link)
     router, inbox = Router(), JoinInbox()
     service.route(router)
