@@ -4,14 +4,15 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from hypothesis import given
+from hypothesis import strategies as st
+
 from flare_cli.__main__ import flare, main
 from flare_cli.config import HostPort, KvMemory, decode_config, encode_config, is_loopback
 from flare_cli.resolve import resolve
 from flare_cli.settings import RUN_SETTINGS
 from flare_cli.units import format_size, parse_duration, parse_size
 from flare_core.errors import UsageError
-from hypothesis import given
-from hypothesis import strategies as st
 
 
 def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(tmp_path):
@@ -44,7 +45,7 @@ def test_durations_have_units(text, seconds):
     assert parse_duration(text) == seconds
 
 
-@pytest.mark.parametrize("text", ["", "G", "-1", "5 x", "1e9", "0x10", "١G"])
+@pytest.mark.parametrize("text", ["", "G", "-1", "5 x", "1e9", "0x10", "\u0661G"])
 def test_what_is_no_size_is_refused(text):
     with pytest.raises(UsageError):
         parse_size(text)
@@ -117,7 +118,7 @@ def test_a_mistake_is_one_message_and_exit_code_2(arguments, words, capsys):
 def test_a_misspelt_setting_in_the_file_is_named_with_the_nearest(tmp_path):
     file = tmp_path / "flare.toml"
     file.write_text("page-token = 32\n")
-    with pytest.raises(UsageError, match="page-token.*did you mean page-tokens"):
+    with pytest.raises(UsageError, match="did you mean page-tokens"):
         resolve({}, {}, file=file)
     file.write_text("port = [1]\n")
     with pytest.raises(UsageError, match="port: a list"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 
 import click
-from flare_core.errors import FlareError
 
 from flare_cli import __version__
 from flare_cli.commands.bench import bench
@@ -19,6 +18,7 @@ from flare_cli.commands.model import model
 from flare_cli.commands.records import records
 from flare_cli.commands.run import run
 from flare_cli.commands.status import status
+from flare_core.errors import FlareError
 
 __all__ = ["flare", "main"]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import msgspec
+
 from flare_core.errors import ConfigurationMismatch
 
 __all__ = ["Offer", "agree", "decode_offers", "encode_offer"]

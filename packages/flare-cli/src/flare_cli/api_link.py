@@ -9,10 +9,6 @@ import queue
 import threading
 from collections.abc import Callable
 
-from flare_core.engine.inbox import Inbox
-from flare_core.engine.request import EngineEvent, decode_commands, encode_events
-from flare_transport import Link, LinkEnd, Router, TransportError
-
 from flare_cli.config import RunConfig, decode_config
 from flare_cli.snapshot import ClusterSnapshot
 from flare_cli.worker_protocol import (
@@ -26,6 +22,9 @@ from flare_cli.worker_protocol import (
     Stage,
     encode_notice,
 )
+from flare_core.engine.inbox import Inbox
+from flare_core.engine.request import EngineEvent, decode_commands, encode_events
+from flare_transport import Link, LinkEnd, Router, TransportError
 
 __all__ = ["ApiLink"]
 

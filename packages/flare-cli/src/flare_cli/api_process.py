@@ -19,8 +19,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 import uvicorn
-from flare_core.errors import FlareError, UsageError
-from flare_transport import Link, LinkEnd, local_link
 
 from flare_cli import __version__
 from flare_cli.config import HostPort, RunConfig, encode_config, is_loopback
@@ -28,17 +26,19 @@ from flare_cli.engine_client import EngineClient
 from flare_cli.logs import set_up_logs
 from flare_cli.model_source import ModelSource, find_model
 from flare_cli.salt import salt_key
+from flare_cli.served_text import ServedText, load_text
 from flare_cli.server.app import make_app
 from flare_cli.server.engine_port import EngineState
-from flare_cli.server.guard import guarded_protocol
 from flare_cli.server.errors import EngineUnavailable
+from flare_cli.server.guard import guarded_protocol
 from flare_cli.server.keys import KeyRing, load_key_ring
 from flare_cli.server.metrics import ServerMetrics
 from flare_cli.server.model import Limits, ServedModel
 from flare_cli.server.service import Service
-from flare_cli.served_text import ServedText, load_text
 from flare_cli.startup_display import StartupDisplay
 from flare_cli.worker_protocol import CONFIGURATION, LOCAL_LINK_SETTINGS, Notice, Ready, Stage, StartFailed, WorkerLost
+from flare_core.errors import UsageError
+from flare_transport import Link, LinkEnd, local_link
 
 __all__ = ["run_api"]
 
@@ -50,7 +50,6 @@ LOST_GRACE_SECONDS = 1.0
 WORKER_END_SECONDS = 10.0
 MAX_HEADER_BYTES = 16 << 10
 SPARE_CONNECTIONS = 512
-
 
 
 def run_api(config: RunConfig, unknown_variables: Sequence[str]) -> int:
@@ -69,7 +68,7 @@ def run_api(config: RunConfig, unknown_variables: Sequence[str]) -> int:
     if keys.is_open and not is_loopback(config.host):
         _LOG.warning("serving on %s without --api-key-file: whoever reaches this port may use the model", config.host)
     _raise_file_limit()
-    link, worker = _start_worker(config, source)
+    link, worker = _start_worker()
     try:
         display = StartupDisplay(as_json=config.log_json)
         port = int(listener.getsockname()[1])
@@ -114,7 +113,7 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _start_worker(config: RunConfig, source: ModelSource) -> tuple[Link, subprocess.Popen[bytes]]:
+def _start_worker() -> tuple[Link, subprocess.Popen[bytes]]:
     here, there = socket.socketpair()
     with there:
         command = [sys.executable, "-m", "flare_cli.worker_process", str(there.fileno())]

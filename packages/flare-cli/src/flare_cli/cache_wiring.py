@@ -1,52 +1,258 @@
-"""The prefix cache of one rank, put together: nothing without a directory and a memory tier."""
+"""The prefix cache of one rank, put together: directory, shelves, transport, record links and join.
+
+Part of the composition root. Without a directory and a memory tier there is nothing to put together.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
-from flare_core.engine.engine import NoGate
-from flare_core.ports import JobGate, PrefixStore
-
+from flare_cache.directory import RecordDirectory
+from flare_cache.disk_shelf import DEFAULT_PART_BYTES, DiskShelf, Durability, use_direct
+from flare_cache.host_memory import DirectPassage, Passage
+from flare_cache.jobs import JobResult
+from flare_cache.memory_shelf import MemoryShelf
+from flare_cache.peer_service import ServiceEnd
+from flare_cache.record_file import DiskTransport
+from flare_cache.record_group import LeaderGroup, PeerGroup, RankSetup, start_leader, start_peer
+from flare_cache.settings import CacheSettings
+from flare_cache.staged import DEFAULT_NUM_THREADS, StagedTransport
+from flare_cache.transfer import Shelf
+from flare_cli.agreement import Offer
+from flare_cli.cache_report import cache_facts, cache_snapshot
 from flare_cli.config import RunConfig
 from flare_cli.control_group import ControlGroup
+from flare_cli.salt import salt_key
 from flare_cli.snapshot import CacheSnapshot
 from flare_cli.wiring import RankModel
+from flare_core.engine.engine import NoGate
+from flare_core.errors import UsageError
+from flare_core.geometry import PAGE_ALIGNMENT, align_up
+from flare_core.keys import salt_key_id
+from flare_core.ports import JobGate, PrefixStore
+from flare_core.prefix import Tier
+from flare_transport import Link, dial_link, open_link_listener
 
-__all__ = ["RankCache", "open_leader_cache", "open_peer_cache"]
+__all__ = ["Loss", "RankCache", "open_leader_cache", "open_peer_cache"]
+
+_LOG = logging.getLogger("flare")
+
+LINK_PURPOSE = "records"
+DRAIN_SECONDS = 10.0
+IDLE_POLL_SECONDS = 0.005
+
+Loss = Callable[[str], None]
+
+
+def _nothing() -> None:
+    """What a cache without tiers does when it is closed or woken."""
 
 
 @dataclass(slots=True)
 class RankCache:
-    """What the engine and the rank's life need of a cache."""
+    """What the engine and the rank's life need of a cache.
+
+    ``row_interval_tokens``: models with rows keep one at least so often. ``wake`` is called when the store has events.
+    """
 
     store: PrefixStore | None = None
-    gate: JobGate = NoGate()
+    gate: JobGate = field(default_factory=NoGate)
     facts: tuple[tuple[str, str], ...] = ()
     row_interval_tokens: int = 0
-
-    def wake_with(self, wake: Callable[[], None]) -> None:
-        """Call ``wake`` when the store has events."""
-
-    def snapshot(self) -> CacheSnapshot | None:
-        """The record path now."""
-        return None
-
-    def close(self) -> None:
-        """Flush and close."""
+    snapshot: Callable[[], CacheSnapshot | None] = lambda: None
+    close: Callable[[], None] = _nothing
+    wake: Callable[[], None] = _nothing
 
 
-def open_leader_cache(
-    config: RunConfig, group: ControlGroup, model: RankModel, *, on_loss: Callable[[str], None]
-) -> RankCache:
-    """Rank zero's cache."""
-    del config, group, model, on_loss
-    return RankCache()
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """One rank's half of the record path before the others are met."""
+
+    setup: RankSetup
+    directory: RecordDirectory | None
+    staging: contextlib.ExitStack
+
+    def release(self) -> None:
+        """Give the directory's lock and the staging back; nothing moves bytes any more."""
+        self.staging.close()
+        if self.directory is not None:
+            self.directory.close()
 
 
-def open_peer_cache(
-    config: RunConfig, group: ControlGroup, model: RankModel, *, on_loss: Callable[[str], None]
-) -> RankCache:
-    """A peer's cache."""
-    del config, group, model, on_loss
-    return RankCache()
+def open_leader_cache(config: RunConfig, group: ControlGroup, model: RankModel, *, on_loss: Loss) -> RankCache:
+    """Rank zero's cache; blocks until all ranks have joined theirs.
+
+    Raises:
+        UsageError, ConfigurationMismatch: the directory, the settings or another rank's; TransportError: a record link.
+    """
+    if not _has_tiers(config):
+        return RankCache()
+    parts = _open_parts(config, model)
+    cache = RankCache()
+    try:
+        group.agree(Offer({}))
+        links = _accept_links(group)
+        leader = start_leader(
+            parts.setup,
+            links,
+            run_id=group.session.run_id,
+            on_outcome=lambda: cache.wake(),  # noqa: PLW0108  it is set when the engine is there
+            on_poison=on_loss,
+        )
+    except BaseException:
+        parts.release()
+        raise
+    cache.store, cache.gate = leader.store, leader.dispatcher
+    cache.facts = cache_facts(config, leader.report)
+    cache.row_interval_tokens = leader.store.record_tokens if parts.setup.geometry.row_bytes else 0
+    cache.snapshot = lambda: cache_snapshot(leader)
+    cache.close = lambda: _close_leader(leader, parts)
+    return cache
+
+
+def open_peer_cache(config: RunConfig, group: ControlGroup, model: RankModel, *, on_loss: Loss) -> RankCache:
+    """A peer's cache; blocks and raises as :func:`open_leader_cache`."""
+    if not _has_tiers(config):
+        return RankCache()
+    parts = _open_parts(config, model)
+
+    def ended(end: ServiceEnd) -> None:
+        if end.is_loss or not end.is_drained:
+            on_loss(f"the record link to rank 0 is lost: {end.reason}")
+
+    try:
+        group.agree(Offer({}))
+        link = dial_link(group.session, group.identities[0], group.offers.get())
+        peer = start_peer(parts.setup, link, run_id=group.session.run_id, on_end=ended)
+    except BaseException:
+        parts.release()
+        raise
+    return RankCache(
+        gate=peer.service,
+        facts=cache_facts(config, peer.report),
+        close=lambda: _close_peer(peer, parts),
+    )
+
+
+def _has_tiers(config: RunConfig) -> bool:
+    return config.prefix_cache_disk is not None or config.prefix_cache_memory > 0
+
+
+def _accept_links(group: ControlGroup) -> Mapping[int, Link]:
+    if group.world_size == 1:
+        return {}
+    listener = open_link_listener(group.session, list(group.identities.values()), purpose=LINK_PURPOSE)
+    try:
+        for rank, offer in listener.offers.items():
+            group.send_offer(rank, offer)
+        return listener.accept()
+    finally:
+        listener.close()
+
+
+def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
+    identity = model.identity
+    settings = CacheSettings(
+        identity=identity,
+        salt_key_id=salt_key_id(salt_key(config)),
+        has_disk=config.prefix_cache_disk is not None,
+        disk_limit_bytes=config.prefix_cache_disk_limit,
+        memory_bytes=config.prefix_cache_memory or None,
+        min_tail_tokens=config.prefix_cache_min_tail,
+        durability=Durability(config.prefix_cache_durability),
+        accept_loss=config.prefix_cache_accept_loss,
+    )
+    geometry = identity.geometries[config.rank]
+    directory = None
+    direct = False
+    staging = contextlib.ExitStack()
+    try:
+        if config.prefix_cache_disk is not None:
+            directory = RecordDirectory.open(config.prefix_cache_disk)
+            direct = _use_direct(directory, config)
+        passage = _open_passage(model, staging, aligned=direct)
+    except BaseException:
+        staging.close()
+        if directory is not None:
+            directory.close()
+        raise
+    fingerprint = identity.fingerprint()
+    shelves: dict[Tier, Shelf] = {}
+    if directory is not None:
+        shelves[Tier.DISK] = DiskShelf(
+            directory=directory,
+            geometry=geometry,
+            set_fingerprint=fingerprint,
+            passage=passage,
+            direct=direct,
+            durability=settings.durability,
+        )
+    if settings.memory_bytes is not None:
+        shelves[Tier.MEMORY] = MemoryShelf(
+            geometry=geometry, set_fingerprint=fingerprint, passage=passage, limit_bytes=settings.memory_bytes
+        )
+
+    def make_transport(on_result: Callable[[JobResult], None], on_fault: Callable[[str], None]) -> StagedTransport:
+        return StagedTransport(
+            geometry=geometry,
+            num_pages=model.num_pages,
+            num_slots=config.max_sequences + model.num_row_snapshots if geometry.row_bytes else 0,
+            memory=model.memory,
+            shelves=shelves,
+            on_result=on_result,
+            on_fault=on_fault,
+        )
+
+    setup = RankSetup(settings=settings, rank=config.rank, directory=directory, make_transport=make_transport)
+    return _Parts(setup, directory, staging)
+
+
+def _use_direct(directory: RecordDirectory, config: RunConfig) -> bool:
+    try:
+        return use_direct(directory, DiskTransport(config.prefix_cache_disk_transport))
+    except OSError as error:
+        msg = f"--prefix-cache-disk {directory.path}: cannot be written: {error.strerror}"
+        raise UsageError(msg) from None
+
+
+def _open_passage(model: RankModel, staging: contextlib.ExitStack, *, aligned: bool) -> Passage:
+    kind, _, ordinal = model.memory.device.partition(":")
+    if kind == "cpu":
+        return DirectPassage(aligned=aligned)
+    from flare_cache.cuda_staging import open_cuda_staging
+
+    least = max(max(each.page_bytes, each.row_stride) for each in model.identity.geometries)
+    buffer_bytes = align_up(max(DEFAULT_PART_BYTES, least), PAGE_ALIGNMENT)
+    cuda = open_cuda_staging(int(ordinal or 0), num_buffers=DEFAULT_NUM_THREADS, buffer_bytes=buffer_bytes)
+    staging.callback(cuda.close)
+    return cuda
+
+
+def _close_leader(leader: LeaderGroup, parts: _Parts) -> None:
+    """Finish what is on its way, end the record links, write the hint for the next start, give the lock back."""
+    deadline = time.monotonic() + DRAIN_SECONDS
+    while not leader.store.is_idle and time.monotonic() < deadline:
+        leader.store.poll()
+        time.sleep(IDLE_POLL_SECONDS)
+    _finish(leader.close, parts)
+
+
+def _close_peer(peer: PeerGroup, parts: _Parts) -> None:
+    _finish(peer.close, parts)
+
+
+def _finish(close: Callable[[float], bool], parts: _Parts) -> None:
+    try:
+        is_drained = close(DRAIN_SECONDS)
+    except OSError as error:
+        _LOG.warning("the hint for the next start could not be written (it will read every header): %s", error)
+        is_drained = True
+    if is_drained:
+        parts.release()
+    else:
+        # Some thread still moves bytes: the process ends with everything as it is.
+        _LOG.warning("transfers did not end within %g s", DRAIN_SECONDS)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+
 from flare_core.errors import UsageError
 
 __all__ = ["HostPort", "KvMemory", "RunConfig", "check_config", "decode_config", "encode_config", "is_loopback"]

@@ -15,6 +15,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
+
+from flare_cli.agreement import Offer, agree, decode_offers, encode_offer
+from flare_cli.config import RunConfig
+from flare_cli.salt import load_cluster_key
 from flare_transport import (
     HEARTBEAT,
     Address,
@@ -34,10 +38,6 @@ from flare_transport import (
     key_value_over,
     meet,
 )
-
-from flare_cli.agreement import Offer, agree, decode_offers, encode_offer
-from flare_cli.config import RunConfig
-from flare_cli.salt import load_cluster_key
 
 __all__ = ["DRAIN_ASKED", "OFFER", "PLAN", "ControlGroup", "PeerView", "describe_sighting", "join_group"]
 

@@ -13,11 +13,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import msgspec
-from flare_core.engine import request as wire
-from flare_core.errors import RequestError
-from flare_core.keys import tenant_salt
-from flare_core.prefix import Tier
-from flare_transport import EndCause, Link, LinkEnd, LinkLost, LocalProtocolError, QueueFull, Router
 
 from flare_cli.server.engine_port import (
     EngineRequest,
@@ -42,11 +37,17 @@ from flare_cli.worker_protocol import (
     WorkerLost,
     decode_notice,
 )
+from flare_core.engine import request as wire
+from flare_core.errors import RequestError
+from flare_core.keys import tenant_salt
+from flare_core.prefix import Tier
+from flare_transport import EndCause, Link, LinkEnd, LinkLost, LocalProtocolError, QueueFull, Router
 
 __all__ = ["EngineClient"]
 
 SNAPSHOT_SECONDS = 1.0
 RESET_SECONDS = 30.0
+STARTING = ClusterSnapshot(state="starting")
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class EngineClient:
     detail: str = "starting"
     _pending: dict[str, _Pending] = field(default_factory=dict)
     _ids: itertools.count[int] = field(default_factory=itertools.count)
-    _last_snapshot: ClusterSnapshot = ClusterSnapshot(state="starting")
+    _last_snapshot: ClusterSnapshot = STARTING
     _snapshot_waiters: list[asyncio.Future[ClusterSnapshot]] = field(default_factory=list)
     _resets: dict[str, asyncio.Future[str | None]] = field(default_factory=dict)
     _lost_detail: str | None = None
@@ -216,7 +217,7 @@ class EngineClient:
 
     def _take_end(self, end: LinkEnd) -> None:
         # After a drain the worker parts in order; whatever was still pending then has been told before.
-        if end.is_loss or end.cause is EndCause.CLOSED_BY_PEER and self.state is not EngineState.DRAINING:
+        if end.is_loss or (end.cause is EndCause.CLOSED_BY_PEER and self.state is not EngineState.DRAINING):
             self._lose(self._lost_detail or "the engine's process is gone")
         self.on_end(end)
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from flare_core.errors import UsageError
-
 from flare_cli.config import RunConfig
 from flare_cli.text.generation_config import read_model_config
+from flare_core.errors import UsageError
 
 __all__ = ["ORACLE_MODEL_TYPE", "ModelSource", "find_model"]
 

@@ -12,10 +12,6 @@ import signal
 import sys
 import threading
 
-from flare_core.engine.engine import PeerLoop
-from flare_core.errors import ConfigurationMismatch, FlareError
-from flare_transport import LinkLost, Sighting, TransportError
-
 from flare_cli.agreement import Offer
 from flare_cli.cache_wiring import open_peer_cache
 from flare_cli.config import RunConfig
@@ -26,6 +22,9 @@ from flare_cli.rank_zero import equal_settings
 from flare_cli.startup_display import StartupDisplay
 from flare_cli.watchdog import EXIT_LOST, Watchdog
 from flare_cli.wiring import open_model
+from flare_core.engine.engine import PeerLoop
+from flare_core.errors import ConfigurationMismatch, FlareError
+from flare_transport import LinkLost, Sighting, TransportError
 
 __all__ = ["run_peer"]
 
@@ -73,7 +72,7 @@ class _Peer:
             self._display.close()
             print(f"flare: {error}", file=sys.stderr)
             return EXIT_LOST if isinstance(error, LinkLost) else getattr(error, "exit_code", 1)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  the process ends here, and the group with it
             _LOG.exception("rank %d failed", self._config.rank)
             self._watchdog.doom(f"rank {self._config.rank} failed: {type(error).__name__}: {error}")
             return EXIT_LOST

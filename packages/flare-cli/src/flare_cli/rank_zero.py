@@ -8,14 +8,6 @@ from __future__ import annotations
 import logging
 import time
 
-from flare_core.engine.config import SchedulerConfig
-from flare_core.engine.engine import Engine
-from flare_core.engine.request import Drain
-from flare_core.engine.scheduler import Scheduler
-from flare_core.errors import ConfigurationMismatch, FlareError
-from flare_core.plan import StepPlan, encode_plan
-from flare_transport import Sighting
-
 from flare_cli.agreement import Offer
 from flare_cli.api_link import ApiLink
 from flare_cli.cache_wiring import RankCache, open_leader_cache
@@ -25,6 +17,13 @@ from flare_cli.snapshot import ClusterSnapshot, RankSnapshot
 from flare_cli.watchdog import Watchdog
 from flare_cli.wiring import RankModel, open_model
 from flare_cli.worker_protocol import Ready
+from flare_core.engine.config import SchedulerConfig
+from flare_core.engine.engine import Engine
+from flare_core.engine.request import Drain
+from flare_core.engine.scheduler import Scheduler
+from flare_core.errors import ConfigurationMismatch, FlareError
+from flare_core.plan import StepPlan, encode_plan
+from flare_transport import Sighting
 
 __all__ = ["RankZero", "equal_settings"]
 
@@ -77,7 +76,7 @@ class RankZero:
         group.agree(Offer({"model identity": self._model.identity.fingerprint().hex()}))
         self._cache = open_leader_cache(config, group, self._model, on_loss=self._watchdog.doom)
         self._engine = self._make_engine(self._model, self._cache)
-        self._cache.wake_with(self._engine.inbox.wake)
+        self._cache.wake = self._engine.inbox.wake
         self._api.attach(self._engine.inbox)
         self._api.notify(
             Ready(

@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flare_core.errors import UsageError
-
 from flare_cli.config import HostPort, RunConfig, check_config
 from flare_cli.settings import RUN_SETTINGS, Setting
+from flare_core.errors import UsageError
 
-__all__ = ["DEFAULT_RENDEZVOUS_PORT", "Placement", "Resolved", "read_config_file", "resolve", "rank_directory"]
+__all__ = ["DEFAULT_RENDEZVOUS_PORT", "Placement", "Resolved", "rank_directory", "read_config_file", "resolve"]
 
 DEFAULT_RENDEZVOUS_PORT = 7000
 """Used where a launcher gives rank zero's host but no port."""
@@ -51,7 +50,9 @@ def resolve(flags: Mapping[str, str | bool], environ: Mapping[str, str], *, file
     values: dict[str, Any] = {}
     origins: dict[str, str] = {}
     for setting in RUN_SETTINGS:
-        values[setting.name], origins[setting.name] = _one(setting, flags, environ, tables, file, placement)
+        values[setting.name], origins[setting.name] = _one(
+            setting, flags=flags, environ=environ, tables=tables, file=file, placement=placement
+        )
     directory = values["prefix_cache_disk"]
     if directory is not None:
         values["prefix_cache_disk"] = rank_directory(directory, values["rank"])
@@ -67,6 +68,7 @@ def rank_directory(directory: Path, rank: int) -> Path:
 
 def _one(
     setting: Setting,
+    *,
     flags: Mapping[str, str | bool],
     environ: Mapping[str, str],
     tables: Mapping[str, object],
@@ -141,15 +143,17 @@ def launcher_placement(environ: Mapping[str, str]) -> Placement:
     if "RANK" in environ and "WORLD_SIZE" in environ:
         # torchrun's agent itself listens at MASTER_PORT when it hosts the store.
         shift = 1 if environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else 0
-        return _placement(environ, "RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", shift)
+        return _placement(environ, "RANK", "WORLD_SIZE", host="MASTER_ADDR", port="MASTER_PORT", shift=shift)
     if "LWS_GROUP_SIZE" in environ and "LWS_WORKER_INDEX" in environ:
-        return _placement(environ, "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", "LWS_LEADER_ADDRESS", "", 0)
+        return _placement(environ, "LWS_WORKER_INDEX", "LWS_GROUP_SIZE", host="LWS_LEADER_ADDRESS")
     if "SLURM_PROCID" in environ and environ.get("SLURM_NTASKS", "1") != "1" and "SLURM_STEP_ID" in environ:
-        return _placement(environ, "SLURM_PROCID", "SLURM_NTASKS", _slurm_host(environ), "", 0)
+        return _placement(environ, "SLURM_PROCID", "SLURM_NTASKS", host=_slurm_host(environ))
     return Placement({}, {})
 
 
-def _placement(environ: Mapping[str, str], rank: str, size: str, host: str, port: str, shift: int) -> Placement:
+def _placement(
+    environ: Mapping[str, str], rank: str, size: str, *, host: str, port: str = "", shift: int = 0
+) -> Placement:
     values: dict[str, object] = {}
     names: dict[str, str] = {}
     for setting, variable in (("rank", rank), ("world_size", size)):

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from flare_cli.config import RunConfig
 from flare_core.errors import UsageError
 from flare_transport.errors import KeyFileError
 from flare_transport.keys import derive_key, load_key_file
-
-from flare_cli.config import RunConfig
 
 __all__ = ["load_cluster_key", "salt_key"]
 

@@ -10,10 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from flare_core.errors import UsageError
-
 from flare_cli.config import DEFAULT_PAGE_TOKENS, HostPort, KvMemory
 from flare_cli.units import format_duration, format_size, parse_duration, parse_size
+from flare_core.errors import UsageError
 
 __all__ = ["RUN_SETTINGS", "Setting"]
 
@@ -146,7 +145,9 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("rank", _PLACE, parse_int, 0, "N", "This process's rank; rank 0 serves HTTP."),
     Setting("world_size", _PLACE, parse_int, 1, "N", "Number of ranks."),
     Setting("rendezvous", _PLACE, parse_address, None, "HOST:PORT", "Where rank 0 listens for the other ranks."),
-    Setting("rendezvous_timeout", _PLACE, parse_duration, 300.0, "TIME", "Wait this long for all ranks.", _show_seconds),
+    Setting(
+        "rendezvous_timeout", _PLACE, parse_duration, 300.0, "TIME", "Wait this long for all ranks.", _show_seconds
+    ),
     Setting("key_file", _PLACE, _parse_path, None, "FILE", "The cluster key, made by 'flare key'; equal on all ranks."),
     Setting("insecure_plaintext", _PLACE, parse_switch, False, "", "Links without TLS: trusted networks only."),
     Setting("host", _SERVER, str, "127.0.0.1", "ADDRESS", "Address to serve HTTP on."),
@@ -166,7 +167,9 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("threads", _ENGINE, parse_int, None, "N", "CPU threads of the model; default: all cores."),
     Setting("plan_lead", _ENGINE, parse_int, 1, "0|1", "Steps planned ahead of the device."),
     Setting("prefix_cache_disk", _CACHE, _parse_path, None, "DIR", "Directory of this rank's records ({rank} in it)."),
-    Setting("prefix_cache_disk_limit", _CACHE, parse_size, None, "SIZE", "Bytes per rank; the least counts.", _show_size),
+    Setting(
+        "prefix_cache_disk_limit", _CACHE, parse_size, None, "SIZE", "Bytes per rank; the least counts.", _show_size
+    ),
     Setting(
         "prefix_cache_disk_transport",
         _CACHE,
@@ -189,6 +192,8 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("prefix_cache_accept_loss", _CACHE, parse_switch, False, "", "Start though most records are lost."),
     Setting("max_body", _LIMITS, parse_size, 8 << 20, "SIZE", "Largest request body.", _show_size),
     Setting("max_n", _LIMITS, parse_int, 16, "N", "Most choices of a request (prompts times n: 8 times that)."),
-    Setting("max_output_tokens", _LIMITS, parse_int, None, "N", "Most output tokens; default: what the context allows."),
+    Setting(
+        "max_output_tokens", _LIMITS, parse_int, None, "N", "Most output tokens; default: what the context allows."
+    ),
     Setting("max_concurrent_requests", _LIMITS, parse_int, 512, "N", "More get 429."),
 )

@@ -6,14 +6,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from flare_core.errors import UnsupportedModel
-from flare_core.sharding import Span, split_heads, split_mlp, split_vocab
 from rich.console import Console
 from rich.table import Table
 
 from flare_cli.resolve import Resolved
 from flare_cli.settings import RUN_SETTINGS
 from flare_cli.text.generation_config import read_model_config
+from flare_core.errors import UnsupportedModel
+from flare_core.sharding import Span, split_heads, split_mlp, split_vocab
 
 __all__ = ["model_split", "print_resolved", "print_split"]
 

@@ -6,6 +6,7 @@ The worker makes it; it travels to the API process as msgpack and to clients as 
 from __future__ import annotations
 
 import msgspec
+
 from flare_core.engine.statistics import EngineSnapshot
 
 __all__ = ["CacheSnapshot", "ClusterSnapshot", "JobSnapshot", "RankSnapshot", "TierSnapshot"]
@@ -26,13 +27,16 @@ class TierSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class JobSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """Transfer jobs of one rank and operation since the start."""
+    """Transfer jobs of one rank and operation since the start.
+
+    ``counts`` by bucket of ``flare_cache.job_times.BUCKET_SECONDS``; ``failures`` by reason.
+    """
 
     rank: int
     op: str
-    num_done: int
+    counts: tuple[int, ...]
+    sum_seconds: float
     num_bytes: int
-    total_seconds: float
     failures: dict[str, int] = {}
 
 

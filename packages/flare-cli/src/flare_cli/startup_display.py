@@ -17,19 +17,22 @@ __all__ = ["StartupDisplay"]
 
 _LOG = logging.getLogger("flare")
 
+FILE_WIDTH = 200
+"""Columns where the output is no terminal."""
+
 
 class StartupDisplay:
     """Draws on standard error. ``close`` removes the bars; it may be called twice."""
 
     def __init__(self, *, as_json: bool) -> None:
-        self._console = Console(stderr=True, highlight=False)
         self._is_live = not as_json and sys.stderr.isatty()
+        self._console = Console(stderr=True, highlight=False, width=None if self._is_live else FILE_WIDTH)
         self._as_json = as_json
         self._tasks: dict[str, TaskID] = {}
         self._seen: set[str] = set()
         self._progress: Progress | None = None
 
-    def stage(self, text: str, num_done: int, total: int) -> None:
+    def stage(self, text: str, num_done: int = 0, total: int = 0) -> None:
         """A stage began or went on."""
         if not self._is_live:
             if text not in self._seen:

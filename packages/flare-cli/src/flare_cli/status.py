@@ -7,12 +7,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import msgspec
-from flare_core.errors import FlareError, UsageError
 from rich.console import Console
 from rich.table import Table
 
-from flare_cli.snapshot import ClusterSnapshot
+from flare_cli.snapshot import CacheSnapshot, ClusterSnapshot
 from flare_cli.units import format_duration, format_size
+from flare_core.errors import FlareError, UsageError
 
 __all__ = ["fetch_snapshot", "print_snapshot"]
 
@@ -58,36 +58,38 @@ def fetch_snapshot(url: str, key_file: str | None) -> tuple[ClusterSnapshot, str
 
 def print_snapshot(snapshot: ClusterSnapshot) -> None:
     """Print the snapshot as a few tables on standard output."""
-    console = Console()
+    console = Console(highlight=False)
     detail = f" ({snapshot.detail})" if snapshot.detail else ""
+    ranks = "1 rank" if snapshot.world_size == 1 else f"{snapshot.world_size} ranks"
     console.print(
         f"[bold]{snapshot.model}[/] {snapshot.state}{detail}, up {format_duration(round(snapshot.uptime_seconds))}, "
-        f"{snapshot.world_size} ranks, context {snapshot.max_model_len}",
-        highlight=False,
+        f"{ranks}, context {snapshot.max_model_len}"
     )
-    requests, pages, tokens = snapshot.requests, snapshot.pages, snapshot.tokens
-    console.print(
-        f"requests: {requests.running} running, {requests.waiting} waiting, {requests.finished_total} finished, "
-        f"{requests.cancelled_total} cancelled, {requests.failed_total} failed",
-        highlight=False,
-    )
-    console.print(
-        f"pages: {pages.free} free, {pages.held} held, {pages.cached} cached, {pages.quarantined} quarantined "
-        f"of {pages.total}",
-        highlight=False,
-    )
-    hits = ", ".join(f"{count} from {tier}" for tier, count in tokens.hit_total.items()) or "none restored"
-    console.print(f"prompt tokens looked up: {tokens.lookup_total}, {hits}", highlight=False)
-    if snapshot.tiers:
-        table = Table("tier", "records", "used", "limit", "jobs", "failures")
-        for tier in snapshot.tiers:
-            jobs = " ".join(f"{op} {count}" for op, count in tier.jobs_total.items())
-            failures = " ".join(f"{op} {count}" for op, count in tier.failures_total.items())
-            used, limit = format_size(tier.used_bytes), format_size(tier.limit_bytes)
-            table.add_row(tier.tier, str(tier.num_records), used, limit, jobs, failures)
-        console.print(table)
-    if snapshot.ranks:
-        table = Table("rank", "host", "step", "silent", "records in")
+    engine = snapshot.engine
+    if engine is not None:
+        ended = ", ".join(f"{count} {reason}" for reason, count in sorted(engine.finished.items())) or "none ended"
+        console.print(
+            f"requests  {engine.running} running, {engine.waiting} waiting, {engine.fetching} restoring; {ended}"
+        )
+        console.print(
+            f"pages     {engine.pages_free} free, {engine.pages_held} held, {engine.pages_cached} cached, "
+            f"{engine.pages_quarantined} quarantined of {snapshot.num_pages}"
+        )
+        hits = ", ".join(f"{count} from {tier}" for tier, count in engine.hit_tokens.items() if count)
+        console.print(f"prompts   {engine.lookup_tokens} tokens looked up, {hits or 'none'} restored")
+    if snapshot.cache is not None:
+        _print_cache(console, snapshot.cache)
+    if len(snapshot.ranks) > 1:
+        table = Table("rank", "address", "step", "silent")
         for rank in snapshot.ranks:
-            table.add_row(str(rank.rank), rank.host, str(rank.step), f"{rank.silent_seconds:.1f} s", rank.directory)
+            table.add_row(str(rank.rank), rank.address, str(rank.step), f"{rank.silent_seconds:.1f} s")
         console.print(table)
+
+
+def _print_cache(console: Console, cache: CacheSnapshot) -> None:
+    table = Table("tier", "records", "used", "limit", "stored", "evicted", "failed")
+    for tier in cache.tiers:
+        used, limit = format_size(tier.charged_bytes), format_size(tier.limit_bytes)
+        counts = (tier.records_stored, tier.records_evicted, tier.records_failed)
+        table.add_row(tier.tier, str(tier.num_records), used, limit, *map(str, counts))
+    console.print(table)

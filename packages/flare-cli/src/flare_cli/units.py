@@ -50,10 +50,10 @@ def parse_duration(text: str) -> float:
 
 
 def format_size(num_bytes: int) -> str:
-    """``num_bytes`` for people: exact where it is a whole number of some unit, else three digits."""
+    """``num_bytes`` for people: exact where it is a whole and small number of some unit, else four digits."""
     for base, tail in ((1024, "iB"), (1000, "B")):
         for power, letter in reversed(tuple(enumerate("KMGTP", 1))):
-            if num_bytes and num_bytes % base**power == 0:
+            if num_bytes % base**power == 0 and 0 < num_bytes // base**power < 10_000:
                 return f"{num_bytes // base**power} {letter}{tail}"
     for power, letter in reversed(tuple(enumerate("KMGTP", 1))):
         if num_bytes >= 1000**power:

@@ -10,13 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from flare_core.errors import UsageError
-from flare_core.geometry import Geometry, SetIdentity
-from flare_core.ports import ModelRunner, PageMemory
-
 from flare_cli.config import KvMemory, RunConfig
 from flare_cli.control_group import ControlGroup
 from flare_cli.units import format_size
+from flare_core.errors import UsageError
+from flare_core.geometry import Geometry, SetIdentity
+from flare_core.ports import ModelRunner, PageMemory
 
 __all__ = ["RankModel", "StageReport", "export_model", "open_model"]
 
@@ -90,7 +89,9 @@ def _open_oracle(
     model = load_oracle_config(directory)
     identity = model.identity(config.world_size, config.page_tokens)
     geometry = identity.geometries[config.rank]
-    length = _model_length(config, min(model.max_position_embeddings, ORACLE_MAX_MODEL_LEN), model.max_position_embeddings)
+    length = _model_length(
+        config, min(model.max_position_embeddings, ORACLE_MAX_MODEL_LEN), model.max_position_embeddings
+    )
     num_pages = agree_pages(_num_pages(config.kv_memory, identity.geometries, default_bytes=ORACLE_POOL_BYTES))
     num_snapshots = 2 * config.max_sequences if geometry.row_bytes else 0
     memory = OracleMemory(geometry, num_pages=num_pages, num_row_slots=config.max_sequences + num_snapshots)
@@ -143,6 +144,7 @@ def _open_torch(
 ) -> RankModel:
     report("loading torch")
     import torch
+
     from flare_core.compute.collectives import connect_collectives
     from flare_core.compute.identity import default_digest_cache
     from flare_core.compute.kv_memory import geometry_for
@@ -238,12 +240,13 @@ def _pool_bytes(device: str, directory: Path, world_size: int) -> int:
     return max(0, int(_CUDA_SHARE * free) - weights - _CUDA_RESERVE_BYTES)
 
 
-def export_model(directory: Path, *, world_size: int, output: Path, report: StageReport) -> None:
-    """Write a package; see ``flare_core.compute.export``.
+def export_model(directory: Path, *, world_size: int, output: Path, dtype: str | None, report: StageReport) -> None:
+    """Write a package; ``dtype`` converts the weights. See ``flare_core.compute.export``.
 
     Raises:
         UsageError and its kinds: the model cannot be read or divided, or the output exists.
     """
     from flare_core.compute.export import export_package
+    from flare_core.compute.identity import default_digest_cache
 
-    export_package(directory, output, world_size=world_size, progress=report)
+    export_package(directory, world_size, output, dtype=dtype, digest_cache=default_digest_cache(), progress=report)

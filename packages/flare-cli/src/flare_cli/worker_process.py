@@ -12,13 +12,12 @@ import signal
 import socket
 import sys
 
-from flare_core.errors import FlareError
-from flare_transport import TransportError, local_link
-
 from flare_cli.api_link import ApiLink
 from flare_cli.logs import set_up_logs
 from flare_cli.watchdog import EXIT_LOST, Watchdog
 from flare_cli.worker_protocol import LOCAL_LINK_SETTINGS, StartFailed, WorkerLost
+from flare_core.errors import FlareError
+from flare_transport import TransportError, local_link
 
 __all__ = ["main"]
 
@@ -30,7 +29,9 @@ def main() -> None:
     # Both may reach the whole process group: the API process drains, this one waits for its word.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    link = local_link(socket.socket(fileno=int(sys.argv[1])), name="link to the API process", settings=LOCAL_LINK_SETTINGS)
+    link = local_link(
+        socket.socket(fileno=int(sys.argv[1])), name="link to the API process", settings=LOCAL_LINK_SETTINGS
+    )
     watchdog = Watchdog(lambda reason: api.notify(WorkerLost(reason)))
     api = ApiLink(link, watchdog.doom)
     watchdog.start()
@@ -60,7 +61,7 @@ def _serve(api: ApiLink, watchdog: Watchdog) -> int:
     except FlareError as error:
         watchdog.doom(str(error))
         return EXIT_LOST
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the process ends here, and the group with it
         _LOG.exception("the engine failed")
         watchdog.doom(f"the engine failed: {type(error).__name__}: {error}")
         return EXIT_LOST

@@ -7,9 +7,9 @@ notices (stages of the start, readiness, failure, snapshots) and engine events. 
 from __future__ import annotations
 
 import msgspec
-from flare_transport import FIRST_CONSUMER_CODE, FrameType, LinkSettings
 
 from flare_cli.snapshot import ClusterSnapshot
+from flare_transport import FIRST_CONSUMER_CODE, FrameType, LinkSettings
 
 __all__ = [
     "COMMANDS",

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import jinja2.sandbox
 import pytest
+
 from flare_cli.server.app import make_app
 from flare_cli.server.engine_port import (
     EngineRequest,
@@ -34,7 +35,9 @@ from flare_cli.text.tokenizer import ByteTokenizer
 from flare_core.plan import TokenLogprobs
 from flare_core.prefix import Tier
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
 
 
 @dataclass

@@ -3,7 +3,18 @@
 import subprocess
 import sys
 
-HEAVY = ("torch", "starlette", "uvicorn", "cryptography", "numpy", "rich", "transformers", "tokenizers", "jinja2", "ssl")
+HEAVY = (
+    "torch",
+    "starlette",
+    "uvicorn",
+    "cryptography",
+    "numpy",
+    "rich",
+    "transformers",
+    "tokenizers",
+    "jinja2",
+    "ssl",
+)
 
 
 def loaded_after(code: str) -> set[str]:

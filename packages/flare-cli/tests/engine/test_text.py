@@ -4,15 +4,16 @@ import json
 
 import pytest
 import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from flare_cli.text.chat_template import load_chat_template
 from flare_cli.text.detokenizer import open_detokenizer
 from flare_cli.text.generation_config import load_generation_defaults
 from flare_cli.text.stop_strings import StopMatcher
 from flare_cli.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from flare_core.errors import CheckpointError, RequestError, UnsupportedModel
-from hypothesis import given
-from hypothesis import strategies as st
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 
 def byte_level(num_special: int = 1) -> FileTokenizer:
@@ -68,7 +69,7 @@ def test_every_text_comes_back_character_by_character(text):
             assert all("\ufffd" not in detokenizer.push(i) for i in ids)
 
 
-PIECES = [[257], [258], [259], [260], [byte + 1 for byte in "\u20ac".encode()], [byte + 1 for byte in "\u00e4".encode()]]
+PIECES = [[257], [258], [259], [260], *([byte + 1 for byte in text.encode()] for text in ("\u20ac", "\u00e4"))]
 
 
 @given(st.lists(st.sampled_from(PIECES), max_size=20).map(lambda pieces: [i for piece in pieces for i in piece]))

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from flare_core.plan import TokenLogprobs
-from flare_core.prefix import Tier
-
 from flare_cli.server.generation import Piece
 from flare_cli.text.tokenizer import Tokenizer
+from flare_core.plan import TokenLogprobs
+from flare_core.prefix import Tier
 
 __all__ = ["OutputTotals", "Renderer", "prompt_logprobs_object", "token_string", "usage_object"]
 
@@ -81,12 +80,12 @@ def prompt_logprobs_object(
     return [None, *map(one, entries)]
 
 
-def usage_object(num_prompt_tokens: int, outputs: Sequence[OutputTotals], first_choices: Sequence[int]) -> dict[str, Any]:
+def usage_object(
+    num_prompt_tokens: int, outputs: Sequence[OutputTotals], first_choices: Sequence[int]
+) -> dict[str, Any]:
     """``usage``; cached tokens are those of each prompt's choice 0 (``first_choices`` are their indices)."""
     num_completion_tokens = sum(output.num_tokens for output in outputs)
-    by_tier = {
-        str(tier): sum(outputs[index].cached_tokens.get(tier, 0) for index in first_choices) for tier in Tier
-    }
+    by_tier = {str(tier): sum(outputs[index].cached_tokens.get(tier, 0) for index in first_choices) for tier in Tier}
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,

@@ -7,8 +7,6 @@ import logging
 from collections.abc import Awaitable, Callable
 
 import msgspec
-from flare_core.errors import RequestError
-from flare_core.prefix import Tier
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -26,6 +24,8 @@ from flare_cli.server.metrics import CONTENT_TYPE
 from flare_cli.server.params import check_token_ids
 from flare_cli.server.service import Service, service_of
 from flare_cli.server.streaming import ClientGone
+from flare_core.errors import RequestError
+from flare_core.prefix import Tier
 
 __all__ = ["make_app"]
 
@@ -66,9 +66,11 @@ def _guarded(endpoint: Endpoint) -> Endpoint:
             return error_response(error)
         except ClientGone:
             return Response(status_code=499)
-        except Exception:
+        except Exception:  # noqa: BLE001  a bug in one request must not be one of all
             _LOG.exception("%s %s failed", request.method, request.url.path)
-            return error_response(RequestError("the server failed; its log says why", status=500, code="internal_error"))
+            return error_response(
+                RequestError("the server failed; its log says why", status=500, code="internal_error")
+            )
 
     return answer
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import Annotated, Any, TypeVar
 
 import msgspec
+
 from flare_core.errors import RequestError
 
 __all__ = [
@@ -163,7 +164,7 @@ def decode_body(data: bytes, kind: type[Body]) -> Body:
     """``data`` as ``kind``.
 
     Raises:
-        RequestError: not JSON, a value of the wrong type or out of range, or a field that is refused; ``param`` names it.
+        RequestError: not JSON, a value of the wrong type or out of range, or a refused field; ``param`` names it.
     """
     try:
         fields = msgspec.json.decode(data or b"{}")

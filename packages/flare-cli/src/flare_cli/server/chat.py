@@ -9,15 +9,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from flare_core.errors import RequestError
-from flare_core.plan import TokenLogprobs
-
 from flare_cli.server.answer import OutputTotals, prompt_logprobs_object, token_string
 from flare_cli.server.bodies import ChatBody, ChatMessage, convert_fields
 from flare_cli.server.engine_port import EngineRequest
 from flare_cli.server.generation import OutputRequest, Piece
 from flare_cli.server.model import Limits, ServedModel
 from flare_cli.server.params import num_choices, sampling_params, stop_strings
+from flare_core.errors import RequestError
+from flare_core.plan import TokenLogprobs
 
 __all__ = ["ChatRenderer", "chat_prompt", "chat_request", "template_messages"]
 

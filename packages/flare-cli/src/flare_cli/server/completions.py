@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import msgspec
-from flare_core.errors import RequestError
-from flare_core.plan import TokenLogprobs
 
 from flare_cli.server.answer import OutputTotals, prompt_logprobs_object, token_string
 from flare_cli.server.bodies import CompletionBody
@@ -16,6 +14,8 @@ from flare_cli.server.engine_port import EngineRequest
 from flare_cli.server.generation import OutputRequest, Piece
 from flare_cli.server.model import Limits, ServedModel
 from flare_cli.server.params import check_token_ids, num_choices, sampling_params, stop_strings
+from flare_core.errors import RequestError
+from flare_core.plan import TokenLogprobs
 
 __all__ = ["CompletionRenderer", "completion_requests", "prompt_texts"]
 

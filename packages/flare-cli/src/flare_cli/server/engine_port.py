@@ -11,11 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
+from flare_cli.snapshot import ClusterSnapshot
 from flare_core.plan import TokenLogprobs
 from flare_core.prefix import Tier
 from flare_core.sampling import SamplingParams
-
-from flare_cli.snapshot import ClusterSnapshot
 
 __all__ = [
     "Engine",

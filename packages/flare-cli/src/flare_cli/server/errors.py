@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import msgspec
-from flare_core.errors import RequestError
 from starlette.responses import Response
+
+from flare_core.errors import RequestError
 
 __all__ = ["EngineUnavailable", "error_object", "error_response"]
 
@@ -23,7 +24,7 @@ _TYPES = {
 }
 
 
-class EngineUnavailable(Exception):  # noqa: N818  named for the state
+class EngineUnavailable(Exception):
     """No engine can take or finish the request: it is starting, draining, or a rank was lost."""
 
 

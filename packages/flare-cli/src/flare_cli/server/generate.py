@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -18,8 +17,7 @@ from flare_cli.server.answer import OutputTotals, Renderer, usage_object
 from flare_cli.server.bodies import ChatBody, CompletionBody, decode_body
 from flare_cli.server.chat import ChatRenderer, chat_prompt, chat_request
 from flare_cli.server.completions import CompletionRenderer, completion_requests, prompt_texts
-from flare_cli.server.generation import Generation, OutputRequest, Piece
-from flare_cli.server.metrics import ServerMetrics
+from flare_cli.server.generation import Generation, OutputRequest
 from flare_cli.server.model import ServedModel
 from flare_cli.server.params import check_model_name
 from flare_cli.server.service import Service, service_of
@@ -29,25 +27,6 @@ __all__ = ["chat_completions", "completions"]
 
 LONG_TEXT_CHARS = 4096
 """Longer texts are tokenized outside the event loop."""
-
-
-@dataclass(slots=True)
-class _Observer:
-    """Times one request for the metrics."""
-
-    metrics: ServerMetrics
-    started: float
-    num_outputs: int
-    has_output: bool = False
-
-    def __call__(self, piece: Piece) -> None:
-        if not self.has_output and (piece.num_tokens or piece.finish_reason):
-            self.has_output = True
-            self.metrics.ttft_seconds.observe(time.monotonic() - self.started)
-        if piece.finish_reason is not None:
-            self.num_outputs -= 1
-            if self.num_outputs == 0:
-                self.metrics.request_seconds.observe(time.monotonic() - self.started)
 
 
 async def completions(request: Request) -> ASGIApp:
@@ -108,7 +87,6 @@ async def _answer(
     model = service.ready_model()
     num_outputs = sum(output.n for output in requests)
     generation = Generation(service.engine, model.tokenizer, requests)
-    observe = _Observer(service.metrics, time.monotonic(), num_outputs)
     usage = _usage(requests)
     if body.stream:
         return EventStream(
@@ -117,11 +95,10 @@ async def _answer(
             num_outputs=num_outputs,
             usage=usage,
             include_usage=body.stream_options is not None and body.stream_options.include_usage,
-            observe=observe,
             admission=service.admitted(),
         )
     with service.admitted():
-        outputs = await unless_gone(collect(generation, num_outputs, observe), request.receive)
+        outputs = await unless_gone(collect(generation, num_outputs), request.receive)
     return Response(msgspec.json.encode(renderer.whole(outputs, usage(outputs))), media_type="application/json")
 
 

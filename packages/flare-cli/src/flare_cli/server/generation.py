@@ -11,10 +11,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
-from flare_core.errors import RequestError
-from flare_core.plan import TokenLogprobs
-from flare_core.prefix import Tier
-from flare_core.sampling import choice_seed
 
 from flare_cli.server.engine_port import (
     Engine,
@@ -30,6 +26,10 @@ from flare_cli.server.errors import EngineUnavailable
 from flare_cli.text.detokenizer import Detokenizer, open_detokenizer
 from flare_cli.text.stop_strings import StopMatcher
 from flare_cli.text.tokenizer import Tokenizer
+from flare_core.errors import RequestError
+from flare_core.plan import TokenLogprobs
+from flare_core.prefix import Tier
+from flare_core.sampling import choice_seed
 
 __all__ = ["Generation", "OutputRequest", "Piece"]
 
@@ -196,9 +196,7 @@ class Generation:
             if failure is not None:
                 raise failure
 
-    def _take(
-        self, tag: int, event: OutputEvent, pieces: list[Piece]
-    ) -> EngineUnavailable | RequestError | None:
+    def _take(self, tag: int, event: OutputEvent, pieces: list[Piece]) -> EngineUnavailable | RequestError | None:
         """Appends what the event gives; returns what ends the whole request, to be raised behind it."""
         output = self._outputs.get(tag)
         if output is None:
@@ -251,4 +249,3 @@ class Generation:
             self._engine.cancel(output.request_id)
         self._outputs.clear()
         self._held.clear()
-

@@ -7,10 +7,9 @@ which a header arrives nor what a client that never speaks may hold. Knows nothi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from typing import Any
 
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 
 __all__ = ["TICK_SECONDS", "guarded_protocol"]
 
@@ -20,7 +19,7 @@ TICK_SECONDS = 5.0
 _NEVER = object()
 
 
-def guarded_protocol(*, max_connections: int, tick_seconds: float = TICK_SECONDS) -> Callable[..., Any]:
+def guarded_protocol(*, max_connections: int, tick_seconds: float = TICK_SECONDS) -> Any:
     """What uvicorn is to make its connections with; connections beyond ``max_connections`` are closed at once."""
     is_open: set[_Connection] = set()
 
@@ -76,7 +75,7 @@ class _Connection:
         self._timer = asyncio.get_running_loop().call_later(self._tick_seconds, self._tick)
 
     def _tick(self) -> None:
-        cycle = self._inner.cycle
+        cycle: RequestResponseCycle | None = self._inner.cycle
         is_answering = cycle is not None and not cycle.response_complete
         is_paused = self._inner.timeout_keep_alive_task is not None  # uvicorn minds the pause between requests
         if not is_answering and not is_paused and self._seen is cycle:

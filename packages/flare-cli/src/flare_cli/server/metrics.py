@@ -1,36 +1,45 @@
-"""Prometheus metrics: the server's own, and the cluster's from its snapshot. Owns a registry; knows no route."""
+"""Prometheus metrics: the server's own, and the cluster's from its snapshot. Owns a registry; knows no route.
+
+Names and help of what the engine and the record path count stand in ``flare_core.metrics``; they are given values here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
-from flare_cli.snapshot import ClusterSnapshot
+from flare_cache.job_times import BUCKET_SECONDS
+from flare_cli.snapshot import CacheSnapshot, ClusterSnapshot
+from flare_core.engine.statistics import EngineSnapshot, HistogramSnapshot
+from flare_core.metrics import LATENCY_BOUNDS_SECONDS, METRICS, MetricKind, MetricSpec
 
 __all__ = ["CONTENT_TYPE", "ServerMetrics"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+_SPECS = {spec.name: spec for spec in METRICS}
+
+Labelled = Iterable[tuple[tuple[str, ...], float]]
 
 
 class ServerMetrics:
     """Counters of one server process. Used on the event loop's thread."""
 
     def __init__(self) -> None:
-        registry = CollectorRegistry()
-        self._registry = registry
+        self._registry = CollectorRegistry()
         self.http_requests = Counter(
-            "flare_http_requests", "HTTP requests answered.", ("path", "status"), registry=registry
+            "flare_http_requests", "HTTP requests answered.", ("path", "status"), registry=self._registry
         )
-        self.requests_in_work = Gauge("flare_http_requests_in_work", "Generation requests in work.", registry=registry)
-        self.ttft_seconds = Histogram(
-            "flare_request_ttft_seconds", "Time from request to first output.", buckets=_SECONDS, registry=registry
-        )
-        self.request_seconds = Histogram(
-            "flare_request_seconds", "Time from request to the end of its output.", buckets=_SECONDS, registry=registry
+        self.requests_in_work = Gauge(
+            "flare_http_requests_in_work", "Generation requests in work.", registry=self._registry
         )
 
     def exposition(self, snapshot: ClusterSnapshot) -> bytes:
@@ -47,49 +56,87 @@ class _SnapshotCollector:
         self._snapshot = snapshot
 
     def collect(self) -> Iterator[Metric]:
-        snapshot = self._snapshot
-        yield GaugeMetricFamily("flare_up", "Whether the engine takes requests.", float(snapshot.state == "ready"))
-        yield GaugeMetricFamily("flare_world_size", "Number of ranks.", snapshot.world_size)
-        yield CounterMetricFamily("flare_steps", "Steps planned.", snapshot.steps_total)
-        yield from self._requests_and_tokens()
-        yield from self._cache()
+        yield GaugeMetricFamily("flare_up", "Whether requests are taken.", float(self._snapshot.state == "ready"))
+        yield GaugeMetricFamily("flare_world_size", "Number of ranks.", self._snapshot.world_size)
+        if self._snapshot.engine is not None:
+            yield from _engine(self._snapshot.engine)
+        if self._snapshot.cache is not None:
+            yield from _cache(self._snapshot.cache)
 
-    def _requests_and_tokens(self) -> Iterator[Metric]:
-        requests, tokens = self._snapshot.requests, self._snapshot.tokens
-        now = GaugeMetricFamily("flare_requests", "Requests in the engine.", labels=("state",))
-        now.add_metric(("running",), requests.running)
-        now.add_metric(("waiting",), requests.waiting)
-        yield now
-        ended = CounterMetricFamily("flare_requests_ended", "Requests that ended.", labels=("how",))
-        ended.add_metric(("finished",), requests.finished_total)
-        ended.add_metric(("cancelled",), requests.cancelled_total)
-        ended.add_metric(("failed",), requests.failed_total)
-        yield ended
-        yield CounterMetricFamily("flare_preemptions", "Requests preempted.", requests.preempted_total)
-        yield CounterMetricFamily("flare_request_prompt_tokens", "Prompt tokens of requests.", tokens.prompt_total)
-        yield CounterMetricFamily("flare_request_output_tokens", "Output tokens of requests.", tokens.output_total)
-        yield CounterMetricFamily("flare_cache_lookup_tokens", "Prompt tokens looked up.", tokens.lookup_total)
-        hits = CounterMetricFamily("flare_cache_hit_tokens", "Tokens restored and verified.", labels=("tier",))
-        for tier, count in sorted(tokens.hit_total.items()):
-            hits.add_metric((tier,), count)
-        yield hits
 
-    def _cache(self) -> Iterator[Metric]:
-        pages = GaugeMetricFamily("flare_pages", "Device pages.", labels=("state",))
-        for state in ("free", "held", "cached", "quarantined"):
-            pages.add_metric((state,), getattr(self._snapshot.pages, state))
-        yield pages
-        records = GaugeMetricFamily("flare_cache_records", "Records of a tier.", labels=("tier",))
-        used = GaugeMetricFamily("flare_cache_used_bytes", "Bytes of the largest rank's records.", labels=("tier",))
-        limit = GaugeMetricFamily("flare_cache_limit_bytes", "The agreed limit.", labels=("tier",))
-        jobs = CounterMetricFamily("flare_cache_jobs", "Transfer jobs reported.", labels=("tier", "op"))
-        failures = CounterMetricFamily("flare_cache_job_failures", "Transfer jobs failed.", labels=("tier", "op"))
-        for tier in self._snapshot.tiers:
-            records.add_metric((tier.tier,), tier.num_records)
-            used.add_metric((tier.tier,), tier.used_bytes)
-            limit.add_metric((tier.tier,), tier.limit_bytes)
-            for op, count in sorted(tier.jobs_total.items()):
-                jobs.add_metric((tier.tier, op), count)
-            for op, count in sorted(tier.failures_total.items()):
-                failures.add_metric((tier.tier, op), count)
-        yield from (records, used, limit, jobs, failures)
+def _engine(engine: EngineSnapshot) -> Iterator[Metric]:
+    pages = {
+        "free": engine.pages_free,
+        "held": engine.pages_held,
+        "cached": engine.pages_cached,
+        "quarantined": engine.pages_quarantined,
+    }
+    num_hits = sum(engine.hit_tokens.values())
+    values: dict[str, float] = {
+        "flare_requests_running": engine.running,
+        "flare_requests_waiting": engine.waiting,
+        "flare_requests_fetching": engine.fetching,
+        "flare_request_prompt_tokens_total": engine.prompt_tokens,
+        "flare_request_output_tokens_total": engine.output_tokens,
+        "flare_request_preemptions_total": engine.num_preemptions,
+        "flare_engine_steps_total": engine.num_steps,
+        "flare_engine_own_seconds_total": engine.own_seconds,
+        "flare_cache_lookups_total": engine.num_lookups,
+        "flare_cache_lookup_tokens_total": engine.lookup_tokens,
+        "flare_cache_miss_tokens_total": engine.lookup_tokens - num_hits,
+        "flare_cache_store_failures_total": engine.num_store_failures,
+    }
+    for name, value in values.items():
+        yield _family(name, [((), value)])
+    yield _family("flare_device_pages", (((state,), count) for state, count in pages.items()))
+    yield _family("flare_cache_hit_tokens_total", (((str(t),), count) for t, count in engine.hit_tokens.items()))
+    yield _family("flare_request_finished_total", (((reason,), count) for reason, count in engine.finished.items()))
+    for name, histogram in (
+        ("flare_request_ttft_seconds", engine.ttft),
+        ("flare_request_itl_seconds", engine.itl),
+        ("flare_request_queue_seconds", engine.queue),
+        ("flare_request_restore_seconds", engine.restore),
+    ):
+        yield _latency(name, histogram)
+
+
+def _cache(cache: CacheSnapshot) -> Iterator[Metric]:
+    tiers = cache.tiers
+    yield _family("flare_cache_records", (((tier.tier,), tier.num_records) for tier in tiers))
+    yield _family("flare_cache_bytes", (((tier.tier,), tier.charged_bytes) for tier in tiers))
+    yield _family("flare_cache_limit_bytes", (((tier.tier,), tier.limit_bytes) for tier in tiers))
+    yield _family("flare_cache_evicted_records_total", (((tier.tier,), tier.records_evicted) for tier in tiers))
+    yield _family("flare_cache_join_records", (((verdict,), count) for verdict, count in cache.join.items()))
+    yield _family("flare_cache_dropped_stores_total", [((), sum(cache.stores_dropped.values()))])
+    seconds = HistogramMetricFamily(
+        "flare_cache_job_seconds", _SPECS["flare_cache_job_seconds"].help, labels=("op", "rank")
+    )
+    failures: list[tuple[tuple[str, ...], float]] = []
+    for job in cache.jobs:
+        labels = (job.op, str(job.rank))
+        seconds.add_metric(labels, _buckets(BUCKET_SECONDS, job.counts), job.sum_seconds)
+        failures += [((*labels, reason), count) for reason, count in job.failures.items()]
+    yield seconds
+    yield _family("flare_cache_job_failures_total", failures)
+
+
+def _family(name: str, values: Labelled) -> Metric:
+    """A counter or a gauge by its name in the table."""
+    spec: MetricSpec = _SPECS[name]
+    make = CounterMetricFamily if spec.kind is MetricKind.COUNTER else GaugeMetricFamily
+    family = make(spec.name.removesuffix("_total"), spec.help, labels=spec.labels)
+    for labels, value in values:
+        family.add_metric(labels, value)
+    return family
+
+
+def _latency(name: str, histogram: HistogramSnapshot) -> Metric:
+    family = HistogramMetricFamily(name, _SPECS[name].help, labels=())
+    family.add_metric((), _buckets(LATENCY_BOUNDS_SECONDS, histogram.counts), histogram.sum_seconds)
+    return family
+
+
+def _buckets(bounds: Sequence[float], counts: Sequence[int]) -> list[tuple[str, float]]:
+    """Cumulative, as Prometheus wants them."""
+    names = [*(repr(float(bound)) for bound in bounds), "+Inf"]
+    return list(zip(names, map(float, accumulate(counts)), strict=True))

@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from flare_cli.server.bodies import SamplingBody
+from flare_cli.server.model import Limits, ServedModel
 from flare_core.errors import RequestError
 from flare_core.sampling import SamplingParams
 
-from flare_cli.server.bodies import SamplingBody
-from flare_cli.server.model import Limits, ServedModel
-
-__all__ = ["DEFAULT_MODEL_NAME", "check_model_name", "check_token_ids", "num_choices", "sampling_params", "stop_strings"]
+__all__ = [
+    "DEFAULT_MODEL_NAME",
+    "check_model_name",
+    "check_token_ids",
+    "num_choices",
+    "sampling_params",
+    "stop_strings",
+]
 
 DEFAULT_MODEL_NAME = "default"
 """Names whatever model is served."""
@@ -114,15 +120,15 @@ def _max_tokens(
     room = model.max_model_len - num_prompt_tokens
     if room < 1:
         msg = (
-            f"the prompt has {num_prompt_tokens} tokens; this model's context is {model.max_model_len} tokens, of which "
-            "at least one must be left for output"
+            f"the prompt has {num_prompt_tokens} tokens; this model's context is {model.max_model_len} tokens, and "
+            "at least one of them must be left for output"
         )
         raise RequestError(msg, param="prompt", code="context_length_exceeded")
-    asked = _or(body.max_completion_tokens, body.max_tokens)
+    asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
     most = limits.max_output_tokens
     if asked is None:
-        return min(room, _or(default, room), _or(most, room))
+        return min(value for value in (room, default, most) if value is not None)
     if most is not None and asked > most:
         msg = f"{name}: {asked} is more than this server's limit of {most}"
         raise RequestError(msg, param=name)
@@ -132,7 +138,7 @@ def _max_tokens(
             f"of {model.max_model_len} tokens"
         )
         raise RequestError(msg, param=name, code="context_length_exceeded")
-    return int(asked)
+    return asked
 
 
 def _logit_bias(body: SamplingBody, model: ServedModel, limits: Limits) -> tuple[tuple[int, float], ...]:

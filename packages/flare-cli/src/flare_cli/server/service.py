@@ -11,7 +11,6 @@ import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from flare_core.errors import RequestError
 from starlette.requests import ClientDisconnect, Request
 
 from flare_cli.server.engine_port import Engine, EngineState
@@ -20,6 +19,7 @@ from flare_cli.server.keys import KeyRing
 from flare_cli.server.metrics import ServerMetrics
 from flare_cli.server.model import Limits, ServedModel
 from flare_cli.server.streaming import ClientGone
+from flare_core.errors import RequestError
 
 __all__ = ["Service", "service_of"]
 

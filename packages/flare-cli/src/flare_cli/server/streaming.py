@@ -11,12 +11,12 @@ from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import msgspec
-from flare_core.errors import RequestError
 from starlette.types import Receive, Scope, Send
 
 from flare_cli.server.answer import OutputTotals, Renderer
 from flare_cli.server.errors import EngineUnavailable, error_object, error_response
 from flare_cli.server.generation import Generation, Piece
+from flare_core.errors import RequestError
 
 __all__ = ["ClientGone", "EventStream", "collect", "unless_gone"]
 
@@ -30,11 +30,10 @@ _HEADERS = [
 ]
 
 Result = TypeVar("Result")
-Observe = Callable[[Piece], None]
 Usage = Callable[[Sequence[OutputTotals]], dict[str, Any]]
 
 
-class ClientGone(Exception):  # noqa: N818  named for the state
+class ClientGone(Exception):
     """The client closed the connection; nobody reads an answer."""
 
 
@@ -58,7 +57,7 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def collect(generation: Generation, num_outputs: int, observe: Observe) -> list[OutputTotals]:
+async def collect(generation: Generation, num_outputs: int) -> list[OutputTotals]:
     """Everything the generation gives.
 
     Raises:
@@ -68,7 +67,6 @@ async def collect(generation: Generation, num_outputs: int, observe: Observe) ->
     async with generation:
         async for pieces in generation.pieces(idle_seconds=KEEP_ALIVE_SECONDS):
             for piece in pieces:
-                observe(piece)
                 outputs[piece.index].add(piece)
     return outputs
 
@@ -84,7 +82,6 @@ class EventStream:
         num_outputs: int,
         usage: Usage,
         include_usage: bool,
-        observe: Observe,
         admission: AbstractContextManager[None],
     ) -> None:
         self._generation = generation
@@ -92,7 +89,6 @@ class EventStream:
         self._outputs = [OutputTotals() for _ in range(num_outputs)]
         self._usage = usage
         self._include_usage = include_usage
-        self._observe = observe
         self._admission = admission
         self._has_begun = False
 
@@ -123,7 +119,6 @@ class EventStream:
         await self._send(send, last)
 
     def _render(self, piece: Piece) -> bytes:
-        self._observe(piece)
         self._outputs[piece.index].add(piece)
         chunks = self._renderer.chunks(piece, self._outputs)
         if self._include_usage:

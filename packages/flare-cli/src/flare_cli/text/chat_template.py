@@ -15,6 +15,7 @@ from typing import Any
 
 import jinja2
 import jinja2.sandbox
+
 from flare_core.errors import CheckpointError, RequestError
 
 __all__ = ["ChatTemplate", "load_chat_template"]

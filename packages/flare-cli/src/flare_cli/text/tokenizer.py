@@ -83,7 +83,7 @@ class FileTokenizer:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer, *, byte_level: bool) -> None:
         self._tokenizer = tokenizer
-        self._added = {token_id: token for token_id, token in tokenizer.get_added_tokens_decoder().items()}
+        self._added = dict(tokenizer.get_added_tokens_decoder())
         self.byte_exact = byte_level
 
     @property
