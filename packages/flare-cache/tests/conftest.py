@@ -143,12 +143,12 @@ def open_rank(tmp_path):
         memory_limit: int = 1 << 20,
         num_threads: int = 3,
         pages=None,
-        aligned: bool | None = None,
+        passage=None,
     ) -> Rank:
         geometry = geometry or make_geometry(rank, world_size)
         directory = RecordDirectory.open(path or tmp_path / f"rank-{rank}")
         direct = use_direct(directory, transport)
-        passage = DirectPassage(aligned=direct if aligned is None else aligned)
+        passage = passage or DirectPassage(aligned=direct)
         disk = DiskShelf(
             directory=directory,
             geometry=geometry,

@@ -324,7 +324,7 @@ class ScatteredPages:
 def test_pages_that_are_not_aligned_pass_through_a_buffer(open_rank, new_identity, new_geometry, tier) -> None:
     pages = ScatteredPages(new_geometry())
     pages.memory.buffer[:] = os.urandom(len(pages.memory.buffer))
-    rank = open_rank(pages=pages, aligned=True)
+    rank = open_rank(pages=pages, passage=DirectPassage(aligned=True))
     record = new_identity()
     assert rank.store(record, tier=tier).status is JobStatus.OK
     assert rank.fetch(record, tier=tier).status is JobStatus.OK
