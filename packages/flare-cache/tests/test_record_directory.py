@@ -126,6 +126,8 @@ def test_temporaries_of_a_killed_store_are_swept_and_others_kept(tmp_path) -> No
     path = tmp_path / "records"
     path.mkdir(mode=0o700)
     (path / temporary_name(bytes(32), bytes(16))).write_bytes(b"half a record")
+    (path / "set.json.tmp").write_bytes(b"half a set")
+    (path / "join.idx.tmp").write_bytes(b"half a hint")
     (path / "mine.tmp").write_bytes(b"not flare's")
     RecordDirectory.open(path).close()
     assert sorted(entry.name for entry in path.iterdir()) == ["LOCK", "mine.tmp"]

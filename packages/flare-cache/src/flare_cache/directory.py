@@ -19,9 +19,10 @@ from pathlib import Path
 from typing import Self
 
 from flare_cache.directory_lock import acquire_lock
+from flare_cache.join_index import JOIN_INDEX_TEMPORARY_NAME
 from flare_cache.record import Problem, RecordError
 from flare_cache.record_file import errno_name, open_flags
-from flare_cache.set_file import SetFile, read_set_file, write_set_file
+from flare_cache.set_file import SET_TEMPORARY_NAME, SetFile, read_set_file, write_set_file
 from flare_core.errors import UsageError
 
 __all__ = ["LOCK_TIMEOUT_SECONDS", "RECORD_NAME", "TEMPORARY_NAME", "RecordDirectory", "open_private", "temporary_name"]
@@ -36,6 +37,10 @@ _DAMAGE = {errno.EIO, errno.ELOOP, errno.ENXIO, errno.EISDIR, errno.EUCLEAN, err
 def temporary_name(key: bytes, store_id: bytes) -> str:
     """Name of a record's file while it is written: of no other store, and recognised as flare's after a crash."""
     return f"{key.hex()}.{store_id.hex()}.tmp"
+
+
+def _is_temporary(name: str) -> bool:
+    return TEMPORARY_NAME.fullmatch(name) is not None or name in (SET_TEMPORARY_NAME, JOIN_INDEX_TEMPORARY_NAME)
 
 
 def open_private(path: Path) -> int:
@@ -119,7 +124,7 @@ class RecordDirectory:
 
     def _sweep_temporaries(self) -> None:
         with os.scandir(self.dir_fd) as entries:
-            orphans = [entry.name for entry in entries if TEMPORARY_NAME.fullmatch(entry.name)]
+            orphans = [entry.name for entry in entries if _is_temporary(entry.name)]
         for name in orphans:
             os.unlink(name, dir_fd=self.dir_fd)
 

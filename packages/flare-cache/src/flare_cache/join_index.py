@@ -15,10 +15,10 @@ import msgspec
 
 from flare_cache.jobs import RecordIdentity
 
-__all__ = ["JOIN_INDEX_NAME", "JoinEntry", "read_join_index", "write_join_index"]
+__all__ = ["JOIN_INDEX_NAME", "JOIN_INDEX_TEMPORARY_NAME", "JoinEntry", "read_join_index", "write_join_index"]
 
 JOIN_INDEX_NAME = "join.idx"
-_TEMPORARY_NAME = "join.idx.tmp"
+JOIN_INDEX_TEMPORARY_NAME = "join.idx.tmp"
 _MAGIC = b"FLAREIDX1"
 _SHA256_BYTES = 32
 _MAX_BYTES = 4 << 30
@@ -52,16 +52,16 @@ def write_join_index(
     """Replace ``join.idx``. Raises OSError; then nothing or the old one is left."""
     data = msgspec.msgpack.encode(_Content(set_fingerprint, layout_fingerprint, list(entries)))
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(_TEMPORARY_NAME, flags, 0o600, dir_fd=dir_fd)
+    fd = os.open(JOIN_INDEX_TEMPORARY_NAME, flags, 0o600, dir_fd=dir_fd)
     try:
         with os.fdopen(fd, "wb") as file:
             file.write(_MAGIC)
             file.write(hashlib.sha256(data).digest())
             file.write(data)
-        os.rename(_TEMPORARY_NAME, JOIN_INDEX_NAME, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.rename(JOIN_INDEX_TEMPORARY_NAME, JOIN_INDEX_NAME, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(_TEMPORARY_NAME, dir_fd=dir_fd)
+            os.unlink(JOIN_INDEX_TEMPORARY_NAME, dir_fd=dir_fd)
         raise
 
 

@@ -14,11 +14,19 @@ import msgspec
 from flare_core.errors import UsageError
 from flare_core.geometry import SetIdentity
 
-__all__ = ["SET_FILE_NAME", "SetFile", "check_set_file", "new_set_file", "read_set_file", "write_set_file"]
+__all__ = [
+    "SET_FILE_NAME",
+    "SET_TEMPORARY_NAME",
+    "SetFile",
+    "check_set_file",
+    "new_set_file",
+    "read_set_file",
+    "write_set_file",
+]
 
 SET_FILE_NAME = "set.json"
 SET_FILE_FORMAT = 1
-_TEMPORARY_NAME = "set.json.tmp"
+SET_TEMPORARY_NAME = "set.json.tmp"
 _MAX_BYTES = 4 << 20
 _PRIVATE = 0o600
 
@@ -93,7 +101,7 @@ def write_set_file(dir_fd: int, content: SetFile) -> None:
     """
     data = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(_TEMPORARY_NAME, flags, _PRIVATE, dir_fd=dir_fd)
+    fd = os.open(SET_TEMPORARY_NAME, flags, _PRIVATE, dir_fd=dir_fd)
     try:
         try:
             if os.write(fd, data) != len(data):
@@ -101,11 +109,11 @@ def write_set_file(dir_fd: int, content: SetFile) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
-        os.rename(_TEMPORARY_NAME, SET_FILE_NAME, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        os.rename(SET_TEMPORARY_NAME, SET_FILE_NAME, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
         os.fsync(dir_fd)
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(_TEMPORARY_NAME, dir_fd=dir_fd)
+            os.unlink(SET_TEMPORARY_NAME, dir_fd=dir_fd)
         raise
 
 
