@@ -23,7 +23,7 @@ def drop_page_cache(directory: Path) -> None:
     if os.access(_DROP_CACHES, os.W_OK):
         _DROP_CACHES.write_text("3")
         return
-    for path in directory.rglob("*.rec"):
+    for path in filter(Path.is_file, directory.rglob("*")):
         fd = os.open(path, os.O_RDONLY)
         try:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
