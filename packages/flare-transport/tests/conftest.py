@@ -110,22 +110,31 @@ def link_pair(closing):
     return start
 
 
+@pytest.fixture
+def secured_pair(tcp_pair, closing):
+    """A function that returns two connected TLS sockets, client and server."""
+
+    def connect():
+        near, far = tcp_pair()
+        ours, theirs = make_credentials(), make_credentials()
+        with ThreadPoolExecutor(1) as pool:
+            served = pool.submit(
+                secure_socket, far, theirs, peer_certificate=ours.certificate, is_server=True, timeout_seconds=10
+            )
+            near = secure_socket(near, ours, peer_certificate=theirs.certificate, is_server=False, timeout_seconds=10)
+            closing.extend([near, served.result()])
+            return near, served.result()
+
+    return connect
+
+
 @pytest.fixture(params=["unix", "tcp", "tls"])
-def sockets(request, tcp_pair, closing):
+def sockets(request, tcp_pair, secured_pair, closing):
+    """Two connected sockets of each kind that a link takes."""
     if request.param == "unix":
-        pair = socket.socketpair()
-        closing.extend(pair)
-        return pair
-    near, far = tcp_pair()
-    if request.param == "tcp":
-        return near, far
-    ours, theirs = make_credentials(), make_credentials()
-    with ThreadPoolExecutor(1) as pool:
-        served = pool.submit(
-            secure_socket, far, theirs, peer_certificate=ours.certificate, is_server=True, timeout_seconds=10
-        )
-        near = secure_socket(near, ours, peer_certificate=theirs.certificate, is_server=False, timeout_seconds=10)
-        return near, served.result()
+        closing.extend(socket.socketpair())
+        return closing[-2], closing[-1]
+    return tcp_pair() if request.param == "tcp" else secured_pair()
 
 
 @pytest.fixture

@@ -94,13 +94,15 @@ def test_clocks_that_differ_by_hours_do_not_matter(tcp_pair, closing):
     assert all(isinstance(each, ssl.SSLSocket) for each in secured)
 
 
-def test_tls_1_2_is_refused(tcp_pair):
-    server = make_credentials()
-    client = make_credentials()
+def test_tls_1_2_is_refused_even_with_the_right_certificates(tcp_pair, tmp_path):
+    server, client = make_credentials(), make_credentials()
     near, far = tcp_pair()
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.check_hostname = False
     context.maximum_version = ssl.TLSVersion.TLSv1_2
+    context.load_verify_locations(cadata=server.certificate)
+    (tmp_path / "pem").write_bytes(ssl.DER_cert_to_PEM_cert(client.certificate).encode() + client.private_key)
+    context.load_cert_chain(tmp_path / "pem")
     with ThreadPoolExecutor(1) as pool:
         served = pool.submit(
             secure_socket, far, server, peer_certificate=client.certificate, is_server=True, timeout_seconds=10

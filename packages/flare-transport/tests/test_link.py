@@ -299,6 +299,16 @@ def test_frames_that_came_before_the_start_are_delivered(tcp_pair, make_recorder
     assert recorder.word() == b"early"
 
 
+def test_frames_that_wait_inside_tls_at_the_start_are_delivered(secured_pair, make_recorder, closing):
+    near, far = secured_pair()
+    far.sendall(b"0123456789" + encode_frame(make_recorder.WORD, b"of the same record"))
+    assert near.recv(10) == b"0123456789"
+    link, recorder = Link(near, name="near"), make_recorder()
+    closing.append(link)
+    link.start(recorder.router)
+    assert recorder.word() == b"of the same record"
+
+
 def test_a_local_link_takes_a_unix_stream_socket_only(tcp_pair, closing, make_recorder):
     near, _ = tcp_pair()
     with pytest.raises(LocalProtocolError, match="Unix"):

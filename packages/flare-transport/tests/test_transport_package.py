@@ -133,3 +133,26 @@ def test_a_greeter_that_raises_closes_its_connection_and_the_rest_goes_on(closin
             reception.turn(0.05)
         assert not is_open(sock)
     assert "greeting a connection from 127.0.0.1 failed" in caplog.text
+
+
+def test_a_connection_that_its_greeter_kept_survives_the_close_of_the_reception(closing):
+    listener = socket.create_server(("127.0.0.1", 0))
+    kept, go_on = threading.Event(), threading.Event()
+    sockets = []
+
+    def greet(caller):
+        assert caller.keep()
+        sockets.append(caller.socket)
+        kept.set()
+        go_on.wait(20)
+
+    reception = Reception([listener], greet, GreetingSettings())
+    closing += [listener, reception]
+    with socket.create_connection(listener.getsockname()) as sock:
+        while not kept.is_set():
+            reception.turn(0.05)
+        reception.close()
+        go_on.set()
+        sockets[0].sendall(b"still here")
+        assert sock.recv(10) == b"still here"
+        sockets[0].close()

@@ -5,6 +5,7 @@ there is no room, the connection that has shown least goes, and the oldest among
 so silent or slow strangers never keep the right peer out, whatever their number.
 """
 
+import contextlib
 import logging
 import os
 import select
@@ -41,13 +42,23 @@ class Caller:
         self.listener_index = listener_index
         self.deadline = deadline
         self.progress = 0
+        self._lock = threading.Lock()
+        self._is_settled = False
+
+    def keep(self) -> bool:
+        """The greeter has what it wants: from now on nobody sends this caller away; returns False if someone has."""
+        with self._lock:
+            was_settled, self._is_settled = self._is_settled, True
+        return not was_settled
 
     def send_away(self) -> None:
-        """Cut the connection; its greeter wakes and finds it closed."""
-        try:
+        """Cut the connection unless it is kept; its greeter wakes and finds it closed."""
+        with self._lock:
+            if self._is_settled:
+                return
+            self._is_settled = True
+        with contextlib.suppress(OSError):  # it is gone already
             self.socket.shutdown(socket.SHUT_RDWR)
-        except OSError:  # it is gone already
-            return
 
 
 Greeter = Callable[[Caller], None]

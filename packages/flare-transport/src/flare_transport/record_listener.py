@@ -114,18 +114,18 @@ class LinkListener:
                 )
                 is_identified = True
             caller.progress = 1
-            self._check_proof(timed, peer)
+            self._check_proof(caller, timed, peer)
         except (OSError, CertificateError, RemoteProtocolError) as error:
             timed.socket.close()
             self._note(peer.rank, f"its proof could not be read: {error}", is_fault=is_identified)
 
-    def _check_proof(self, timed: TimedSocket, peer: PeerIdentity) -> None:
+    def _check_proof(self, caller: Caller, timed: TimedSocket, peer: PeerIdentity) -> None:
         offer = self.offers[peer.rank]
         shown = _receive_frame(timed, LINK_PROOF)
         if not hmac.compare_digest(shown, dialler_proof(self._session, offer.purpose, peer.rank, offer.nonce)):
             raise RemoteProtocolError("the proof is wrong")
         with self._lock:
-            if peer.rank in self._used:
+            if peer.rank in self._used or not caller.keep():
                 raise RemoteProtocolError("the offer was used before")
             self._used.add(peer.rank)
         timed.send(encode_frame(LINK_ACCEPT, listener_proof(self._session, offer.purpose, peer.rank, offer.nonce)))

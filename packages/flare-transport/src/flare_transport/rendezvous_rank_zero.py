@@ -18,7 +18,7 @@ from flare_transport.handshake_messages import NONCE_BYTES, RUN_ID_BYTES, Refusa
 from flare_transport.link import Link
 from flare_transport.rendezvous_settings import Observer, RendezvousSettings, Sighting
 from flare_transport.session import Group, Peer, PeerIdentity, Session, identity_of
-from flare_transport.timed_socket import TimedSocket
+from flare_transport.timed_socket import ConnectionCutError, TimedSocket
 
 __all__ = ["gather"]
 
@@ -81,10 +81,6 @@ class _Seats:
             self._is_closed = True
             return dict(self._seated)
 
-    def num_seated(self) -> int:
-        """How many ranks have joined."""
-        return len(self.ranks())
-
     def ranks(self) -> set[int]:
         """Which ranks have joined."""
         with self._lock:
@@ -109,16 +105,21 @@ class _Host:
         with contextlib.closing(listen_on(self._settings.address)) as listener:
             reception = Reception([listener], self._greet, self._settings.greeting)
             try:
-                while self._seats.num_seated() < self._settings.world_size - 1:
-                    remaining = deadline - time.monotonic()
-                    if remaining <= 0:
-                        raise RendezvousError(self._describe_missing())
-                    for descriptor in reception.turn(remaining):
-                        reception.forget(descriptor)
-                        self._lose(watched.pop(descriptor))
+                while True:
                     for seated in self._seats.take_unwatched():
                         watched[seated.socket.fileno()] = seated
                         reception.watch(seated.socket.fileno())
+                    is_full = len(watched) == self._settings.world_size - 1
+                    remaining = deadline - time.monotonic()
+                    if remaining <= 0 and not is_full:
+                        raise RendezvousError(self._describe_missing())
+                    # When all seats are taken, one look shows whether everybody still sits.
+                    left = reception.turn(0.0 if is_full else remaining)
+                    if is_full and not left:
+                        return
+                    for descriptor in left:
+                        reception.forget(descriptor)
+                        self._lose(watched.pop(descriptor))
             finally:
                 reception.close()
 
@@ -191,6 +192,8 @@ class _Host:
                     timeout_seconds=timed.remaining_seconds(),
                 )
             identity = identity_of(sock, proven)
+            if not caller.keep():
+                raise ConnectionCutError("sent away to make room")
         except (OSError, CertificateError) as error:
             sock.close()
             self._seats.release(proven.rank)
