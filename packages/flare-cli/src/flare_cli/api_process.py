@@ -27,7 +27,7 @@ from flare_cli.logs import set_up_logs
 from flare_cli.model_source import ModelSource, find_model
 from flare_cli.salt import salt_key
 from flare_cli.served_text import ServedText, load_text
-from flare_cli.server.app import make_app
+from flare_cli.server.app import MAX_HEADER_BYTES, make_app
 from flare_cli.server.engine_port import EngineState
 from flare_cli.server.errors import EngineUnavailable
 from flare_cli.server.guard import guarded_protocol
@@ -36,7 +36,17 @@ from flare_cli.server.metrics import ServerMetrics
 from flare_cli.server.model import Limits, ServedModel
 from flare_cli.server.service import Service
 from flare_cli.startup_display import StartupDisplay
-from flare_cli.worker_protocol import CONFIGURATION, LOCAL_LINK_SETTINGS, Notice, Ready, Stage, StartFailed, WorkerLost
+from flare_cli.worker_launch import LaunchedWorker
+from flare_cli.worker_protocol import (
+    CONFIGURATION,
+    LOCAL_LINK_SETTINGS,
+    DrainAsked,
+    Notice,
+    Ready,
+    Stage,
+    StartFailed,
+    WorkerLost,
+)
 from flare_core.errors import UsageError
 from flare_transport import Link, LinkEnd, local_link
 
@@ -48,15 +58,14 @@ EXIT_LOST = 70
 LOST_GRACE_SECONDS = 1.0
 """How long ``/health`` goes on saying that the engine is lost, while answers to waiting requests go out."""
 WORKER_END_SECONDS = 10.0
-MAX_HEADER_BYTES = 16 << 10
 SPARE_CONNECTIONS = 512
 
 
-def run_api(config: RunConfig, unknown_variables: Sequence[str]) -> int:
+def run_api(config: RunConfig, unknown_variables: Sequence[str], worker: LaunchedWorker) -> int:
     """Serve until a signal or the loss of the engine; returns the exit code.
 
     Raises:
-        UsageError: a file, a model or an address that cannot be used; nothing was started then.
+        UsageError: a file, a model or an address that cannot be used; the worker was told nothing then.
     """
     set_up_logs(as_json=config.log_json, process="api")
     source = find_model(config)
@@ -68,24 +77,19 @@ def run_api(config: RunConfig, unknown_variables: Sequence[str]) -> int:
     if keys.is_open and not is_loopback(config.host):
         _LOG.warning("serving on %s without --api-key-file: whoever reaches this port may use the model", config.host)
     _raise_file_limit()
-    link, worker = _start_worker()
-    try:
-        display = StartupDisplay(as_json=config.log_json)
-        port = int(listener.getsockname()[1])
-        process = _ApiProcess(config=config, source=source, worker=worker, display=display, port=port)
-        limits = Limits(
-            max_body_bytes=config.max_body,
-            max_n=config.max_n,
-            max_choices=8 * config.max_n,
-            max_output_tokens=config.max_output_tokens,
-            max_concurrent_requests=config.max_concurrent_requests,
-        )
+    display = StartupDisplay(as_json=config.log_json)
+    port = int(listener.getsockname()[1])
+    process = _ApiProcess(config=config, source=source, worker=worker.process, display=display, port=port)
+    link = local_link(worker.socket, name="link to the worker", settings=LOCAL_LINK_SETTINGS)
+    limits = Limits(
+        max_body_bytes=config.max_body,
+        max_n=config.max_n,
+        max_choices=8 * config.max_n,
+        max_output_tokens=config.max_output_tokens,
+        max_concurrent_requests=config.max_concurrent_requests,
+    )
+    with listener:
         return asyncio.run(process.run(listener, link, salt=salt, limits=limits, keys=keys))
-    finally:
-        listener.close()
-        if worker.poll() is None:
-            worker.kill()
-        worker.wait()
 
 
 def _listen(config: RunConfig) -> socket.socket:
@@ -111,14 +115,6 @@ def _raise_file_limit() -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
-def _start_worker() -> tuple[Link, subprocess.Popen[bytes]]:
-    here, there = socket.socketpair()
-    with there:
-        command = [sys.executable, "-m", "flare_cli.worker_process", str(there.fileno())]
-        worker = subprocess.Popen(command, pass_fds=(there.fileno(),), stdin=subprocess.DEVNULL)
-    return local_link(here, name="link to the worker", settings=LOCAL_LINK_SETTINGS), worker
 
 
 @dataclass(slots=True)
@@ -211,6 +207,9 @@ class _ApiProcess:
                 self.ready.set()
             case StartFailed():
                 self.start_failure = notice
+            case DrainAsked(rank):
+                _LOG.info("rank %d was told to end", rank)
+                self.stopping.set()
             case WorkerLost(message):
                 self.loss = message
 

@@ -176,10 +176,11 @@ class ControlGroup:
     def _take_end(self, rank: int, end: LinkEnd) -> None:
         # On a peer an end in order is rank zero's word that the group ends.
         is_expected = self._expects_end.is_set() or self.rank > 0
+        self._ended.set()
         if end.is_loss or not is_expected:
             self._on_loss(f"rank {rank} is lost: {end.detail}")
-        self._ended.set()
-        self.plans.put(None)
+        else:
+            self.plans.put(None)
 
 
 def _decode_offer(payload: memoryview) -> LinkOffer:

@@ -16,10 +16,9 @@ from flare_cli.control_group import ControlGroup, describe_sighting, join_group
 from flare_cli.snapshot import ClusterSnapshot, RankSnapshot
 from flare_cli.watchdog import Watchdog
 from flare_cli.wiring import RankModel, open_model
-from flare_cli.worker_protocol import Ready
+from flare_cli.worker_protocol import DrainAsked, Ready, SnapshotReply
 from flare_core.engine.config import SchedulerConfig
 from flare_core.engine.engine import Engine
-from flare_core.engine.request import Drain
 from flare_core.engine.scheduler import Scheduler
 from flare_core.errors import ConfigurationMismatch, FlareError
 from flare_core.plan import StepPlan, encode_plan
@@ -59,7 +58,7 @@ class RankZero:
         self._group = ControlGroup(
             join_group(config, self._observe),
             on_loss=self._watchdog.doom,
-            on_drain_asked=self._drain_asked,
+            on_drain_asked=lambda rank: self._api.notify(DrainAsked(rank)),
         )
         try:
             self._assemble(self._group)
@@ -78,6 +77,7 @@ class RankZero:
         self._engine = self._make_engine(self._model, self._cache)
         self._cache.wake = self._engine.inbox.wake
         self._api.attach(self._engine.inbox)
+        self._api.notify(SnapshotReply(self._snapshot()))
         self._api.notify(
             Ready(
                 vocab_size=self._model.vocab_size,
@@ -155,11 +155,6 @@ class RankZero:
 
     def _observe(self, sighting: Sighting) -> None:
         _LOG.info("rendezvous: %s", describe_sighting(sighting))
-
-    def _drain_asked(self, rank: int) -> None:
-        _LOG.info("rank %d was told to end; draining the group", rank)
-        if self._engine is not None:
-            self._engine.inbox.put([Drain()])
 
     def _rank_facts(self) -> list[tuple[str, str]]:
         group = self._group

@@ -18,6 +18,7 @@ __all__ = [
     "LOCAL_LINK_SETTINGS",
     "NOTICE",
     "SNAPSHOT_QUERY",
+    "DrainAsked",
     "Notice",
     "Ready",
     "SnapshotReply",
@@ -72,13 +73,19 @@ class WorkerLost(msgspec.Struct, frozen=True, tag="lost"):
     message: str
 
 
+class DrainAsked(msgspec.Struct, frozen=True, tag="drain_asked"):
+    """A peer got the signal to end: the group is to be drained as if this process had got it."""
+
+    rank: int
+
+
 class SnapshotReply(msgspec.Struct, frozen=True, tag="snapshot"):
     """Answer to a query."""
 
     snapshot: ClusterSnapshot
 
 
-Notice = Stage | Ready | StartFailed | WorkerLost | SnapshotReply
+Notice = Stage | Ready | StartFailed | WorkerLost | DrainAsked | SnapshotReply
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(Notice)

@@ -25,6 +25,10 @@ def run(**arguments: Any) -> int:
         from flare_cli.peer_process import run_peer
 
         return run_peer(resolved.config)
-    from flare_cli.api_process import run_api
+    from flare_cli.worker_launch import launched_worker
 
-    return run_api(resolved.config, resolved.unknown)
+    with launched_worker() as worker:
+        # Both processes import at the same time.
+        from flare_cli.api_process import run_api
+
+        return run_api(resolved.config, resolved.unknown, worker)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 
+import h11
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,9 +28,11 @@ from flare_cli.server.streaming import ClientGone
 from flare_core.errors import RequestError
 from flare_core.prefix import Tier
 
-__all__ = ["make_app"]
+__all__ = ["MAX_HEADER_BYTES", "make_app"]
 
 _LOG = logging.getLogger("flare.http")
+
+MAX_HEADER_BYTES = 16 << 10
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -53,7 +56,7 @@ def make_app(service: Service) -> ASGIApp:
         exception_handlers={HTTPException: _http_error},
     )
     app.state.service = service
-    return _Counted(app, service, {path for path, _, _ in routes})
+    return _Edge(app, service, {path for path, _, _ in routes})
 
 
 def _guarded(endpoint: Endpoint) -> Endpoint:
@@ -81,8 +84,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
     return error_response(RequestError(f"{what} {request.method} {request.url.path[:200]}", status=status))
 
 
-class _Counted:
-    """Counts answers by route and status; a path that is no route counts as "other"."""
+class _Edge:
+    """Around the application: bounds headers, counts answers by route and status, and outlives broken connections.
+
+    A path that is no route counts as "other".
+    """
 
     def __init__(self, app: ASGIApp, service: Service, paths: set[str]) -> None:
         self._app = app
@@ -94,13 +100,22 @@ class _Counted:
             await self._app(scope, receive, send)
             return
         path = scope["path"] if scope["path"] in self._paths else "other"
+        if sum(len(name) + len(value) for name, value in scope["headers"]) > MAX_HEADER_BYTES:
+            # uvicorn bounds a header that is still incomplete only.
+            error = RequestError(f"the header is larger than {MAX_HEADER_BYTES} bytes", status=431)
+            await error_response(error)(scope, receive, send)
+            return
 
         async def counted_send(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._service.metrics.http_requests.labels(path, str(message["status"])).inc()
             await send(message)
 
-        await self._app(scope, receive, counted_send)
+        try:
+            await self._app(scope, receive, counted_send)
+        except h11.LocalProtocolError:
+            # The client broke the protocol within its body: uvicorn has answered and given the connection up.
+            _LOG.info("a client broke off within the body of %s", path)
 
 
 def _json(value: object, status: int = 200) -> Response:
