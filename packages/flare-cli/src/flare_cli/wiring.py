@@ -17,7 +17,7 @@ from flare_core.errors import UsageError
 from flare_core.geometry import Geometry, SetIdentity
 from flare_core.ports import ModelRunner, PageMemory
 
-__all__ = ["RankModel", "StageReport", "export_model", "open_model"]
+__all__ = ["RankModel", "StageReport", "export_model", "model_length", "num_pages_for", "open_model", "pool_fact"]
 
 ORACLE_POOL_BYTES = 64 << 20
 ORACLE_MAX_MODEL_LEN = 131_072
@@ -68,7 +68,10 @@ def open_model(
     directory = Path(config.model or "")
     if is_oracle(directory):
         return _open_oracle(config, directory, group, agree_pages)
-    return _open_torch(config, directory, group, agree_pages, report)
+    report("loading torch")
+    from flare_cli.torch_wiring import open_torch
+
+    return open_torch(config, directory, group, agree_pages=agree_pages, report=report)
 
 
 def is_oracle(directory: Path) -> bool:
@@ -89,10 +92,10 @@ def _open_oracle(
     model = load_oracle_config(directory)
     identity = model.identity(config.world_size, config.page_tokens)
     geometry = identity.geometries[config.rank]
-    length = _model_length(
+    length = model_length(
         config, min(model.max_position_embeddings, ORACLE_MAX_MODEL_LEN), model.max_position_embeddings
     )
-    num_pages = agree_pages(_num_pages(config.kv_memory, identity.geometries, default_bytes=ORACLE_POOL_BYTES))
+    num_pages = agree_pages(num_pages_for(config.kv_memory, identity.geometries, default_bytes=ORACLE_POOL_BYTES))
     num_snapshots = 2 * config.max_sequences if geometry.row_bytes else 0
     memory = OracleMemory(geometry, num_pages=num_pages, num_row_slots=config.max_sequences + num_snapshots)
     return RankModel(
@@ -103,11 +106,16 @@ def _open_oracle(
         max_model_len=length,
         num_pages=num_pages,
         num_row_snapshots=num_snapshots,
-        facts=(("model", "flare's oracle (a test model of bytes)"), _pool_fact(num_pages, identity)),
+        facts=(("model", "flare's oracle (a test model of bytes)"), pool_fact(num_pages, identity)),
     )
 
 
-def _num_pages(asked: KvMemory | None, geometries: Sequence[Geometry], *, default_bytes: int) -> int:
+def num_pages_for(asked: KvMemory | None, geometries: Sequence[Geometry], *, default_bytes: int) -> int:
+    """Pages of a pool: as asked for, or as many as ``default_bytes`` hold on the rank with the largest pages.
+
+    Raises:
+        UsageError: fewer than two.
+    """
     if asked is not None and asked.num_pages is not None:
         num_pages = asked.num_pages
     else:
@@ -120,7 +128,8 @@ def _num_pages(asked: KvMemory | None, geometries: Sequence[Geometry], *, defaul
     return num_pages
 
 
-def _model_length(config: RunConfig, default: int, most: int) -> int:
+def model_length(config: RunConfig, default: int, most: int) -> int:
+    """Tokens a sequence may have; raises ``UsageError`` where more are asked for than the model takes."""
     if config.max_model_len is None:
         return default
     if config.max_model_len > most:
@@ -129,115 +138,11 @@ def _model_length(config: RunConfig, default: int, most: int) -> int:
     return config.max_model_len
 
 
-def _pool_fact(num_pages: int, identity: SetIdentity) -> tuple[str, str]:
+def pool_fact(num_pages: int, identity: SetIdentity) -> tuple[str, str]:
+    """A line about the pool, for people."""
     sizes = sorted({geometry.page_bytes * num_pages for geometry in identity.geometries})
     shown = " to ".join(format_size(size) for size in ([sizes[0], sizes[-1]] if len(sizes) > 1 else sizes))
     return "KV pool", f"{num_pages} pages of {identity.page_tokens} tokens, {shown} a rank"
-
-
-def _open_torch(
-    config: RunConfig,
-    directory: Path,
-    group: ControlGroup,
-    agree_pages: Callable[[int], int],
-    report: StageReport,
-) -> RankModel:
-    report("loading torch")
-    import torch
-
-    from flare_core.compute.collectives import connect_collectives
-    from flare_core.compute.identity import default_digest_cache
-    from flare_core.compute.kv_memory import geometry_for
-    from flare_core.compute.loading import load_runner
-    from flare_core.compute.model_config import read_config
-
-    if config.threads is not None:
-        torch.set_num_threads(config.threads)
-    device = _device(config)
-    dtype = config.dtype if config.dtype != "auto" else "float32" if device == "cpu" else "bfloat16"
-    model = read_config(directory)
-    length = _model_length(config, model.max_position, model.max_position)
-    geometries = [
-        geometry_for(model, rank, config.world_size, page_tokens=config.page_tokens, kv_dtype=dtype)
-        for rank in range(config.world_size)
-    ]
-    wanted = DEFAULT_POOL_SEQUENCES * -(-length // config.page_tokens) * max(g.page_bytes for g in geometries)
-    default_bytes = min(wanted, _pool_bytes(device, directory, config.world_size))
-    num_pages = agree_pages(_num_pages(config.kv_memory, geometries, default_bytes=default_bytes))
-    collectives = connect_collectives(
-        group.key_value(),
-        rank=config.rank,
-        world_size=config.world_size,
-        device=torch.device(device),
-        bind_address=group.local_address,
-        timeout_seconds=config.rendezvous_timeout,
-    )
-    loaded = load_runner(
-        directory,
-        rank=config.rank,
-        world_size=config.world_size,
-        collectives=collectives,
-        device=device,
-        dtype=dtype,
-        page_tokens=config.page_tokens,
-        num_pages=num_pages,
-        max_sequences=config.max_sequences,
-        max_model_len=length,
-        digest_cache=default_digest_cache(),
-        progress=report,
-    )
-    return RankModel(
-        runner=loaded.runner,
-        memory=loaded.memory,
-        identity=loaded.identity,
-        vocab_size=loaded.config.vocab_size,
-        max_model_len=loaded.max_model_len,
-        num_pages=num_pages,
-        num_row_snapshots=0,
-        facts=(
-            ("model", f"{directory}, {dtype} on {device}, context {loaded.max_model_len} tokens"),
-            _pool_fact(num_pages, loaded.identity),
-        ),
-    )
-
-
-DEFAULT_POOL_SEQUENCES = 4
-"""Without --kv-memory there is room for this many sequences of full length, as far as memory goes."""
-
-_CPU_SHARE = 0.4
-_CUDA_SHARE = 0.9
-_CUDA_RESERVE_BYTES = 3 << 30
-
-
-def _device(config: RunConfig) -> str:
-    import torch
-
-    if config.device == "cpu" or (config.device == "auto" and not torch.cuda.is_available()):
-        return "cpu"
-    if not torch.cuda.is_available():
-        msg = f"--device {config.device}: this machine, or this build of torch, has no CUDA device"
-        raise UsageError(msg)
-    # Ranks of one host are numbered in a row by every launcher, so each gets a device of its own.
-    count = torch.cuda.device_count()
-    device = f"cuda:{config.rank % count}" if config.device in {"auto", "cuda"} else config.device
-    if int(device.partition(":")[2]) >= count:
-        msg = f"--device {config.device}: this machine has {count} CUDA devices"
-        raise UsageError(msg)
-    torch.cuda.set_device(device)
-    return device
-
-
-def _pool_bytes(device: str, directory: Path, world_size: int) -> int:
-    """Bytes that a pool may take where nobody has said how many."""
-    import os
-
-    import torch
-
-    if device == "cpu":
-        return int(_CPU_SHARE * os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
-    free, _ = torch.cuda.mem_get_info(device)
-    weights = sum(path.stat().st_size for path in directory.glob("**/*.safetensors")) // world_size
-    return max(0, int(_CUDA_SHARE * free) - weights - _CUDA_RESERVE_BYTES)
 
 
 def export_model(directory: Path, *, world_size: int, output: Path, dtype: str | None, report: StageReport) -> None:
