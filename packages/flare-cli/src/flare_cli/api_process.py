@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import resource
 import signal
 import socket
 import subprocess
@@ -25,6 +24,7 @@ from flare_cli.config import HostPort, RunConfig, encode_config, is_loopback
 from flare_cli.engine_client import EngineClient
 from flare_cli.logs import set_up_logs
 from flare_cli.model_source import ModelSource, find_model
+from flare_cli.process_limits import set_process_limits
 from flare_cli.salt import salt_key
 from flare_cli.served_text import ServedText, load_text
 from flare_cli.server.app import MAX_HEADER_BYTES, make_app
@@ -68,6 +68,7 @@ def run_api(config: RunConfig, unknown_variables: Sequence[str], worker: Launche
         UsageError: a file, a model or an address that cannot be used; the worker was told nothing then.
     """
     set_up_logs(as_json=config.log_json, process="api")
+    set_process_limits()
     source = find_model(config)
     keys = load_key_ring(config.api_key_file, config.admin_key_file)
     salt = salt_key(config)
@@ -76,7 +77,6 @@ def run_api(config: RunConfig, unknown_variables: Sequence[str], worker: Launche
         _LOG.warning("%s is set and is no setting of flare", name)
     if keys.is_open and not is_loopback(config.host):
         _LOG.warning("serving on %s without --api-key-file: whoever reaches this port may use the model", config.host)
-    _raise_file_limit()
     display = StartupDisplay(as_json=config.log_json)
     port = int(listener.getsockname()[1])
     process = _ApiProcess(config=config, source=source, worker=worker.process, display=display, port=port)
@@ -108,13 +108,6 @@ def _listen(config: RunConfig) -> socket.socket:
         msg = f"cannot serve on --host {config.host} --port {config.port}: {error.strerror}; choose another address"
         raise UsageError(msg) from None
     return listener
-
-
-def _raise_file_limit() -> None:
-    """As many descriptors as the system lets this process have: every connection is one."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 @dataclass(slots=True)

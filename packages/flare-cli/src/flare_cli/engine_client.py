@@ -6,6 +6,7 @@ Lives on the event loop's thread; the link's thread only hands over what it rece
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import struct
 import time
@@ -109,8 +110,9 @@ class EngineClient:
 
     def cancel(self, request_id: str) -> None:
         """See ``Engine.cancel``."""
-        if self._pending.pop(request_id, None) is not None and self.state is not EngineState.LOST:
-            self._send(wire.CancelRequest(request_id))
+        if self._pending.pop(request_id, None) is not None:
+            with contextlib.suppress(EngineUnavailable):  # then it is cancelled already
+                self._send(wire.CancelRequest(request_id))
 
     def drain(self) -> None:
         """Take no request any more; the worker ends when it has finished those it has."""
@@ -171,7 +173,7 @@ class EngineClient:
         return msgspec.structs.replace(snapshot, state=str(self.state), detail=self.detail, model=self.model_name)
 
     def _hand_over(self, take: Callable[..., None], value: object) -> None:
-        if not self.loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits for anything any more
             self.loop.call_soon_threadsafe(take, value)
 
     def _take_events(self, data: bytes) -> None:

@@ -18,6 +18,7 @@ from flare_cli.config import RunConfig
 from flare_cli.control_group import ControlGroup, describe_sighting, join_group
 from flare_cli.logs import set_up_logs
 from flare_cli.model_source import find_model
+from flare_cli.process_limits import set_process_limits
 from flare_cli.rank_zero import equal_settings
 from flare_cli.startup_display import StartupDisplay
 from flare_cli.watchdog import EXIT_LOST, Watchdog
@@ -40,6 +41,7 @@ def run_peer(config: RunConfig) -> int:
         UsageError: a file or a model that cannot be used; nothing was started then.
     """
     set_up_logs(as_json=config.log_json, process=f"rank {config.rank}")
+    set_process_limits()
     find_model(config)
     code = _Peer(config).run()
     sys.stdout.flush()

@@ -30,7 +30,8 @@ _LOG = logging.getLogger("flare")
 
 IDLE_WAIT_SECONDS = 0.25
 """An idle engine looks at its store this often, so that a poisoning is seen even when nothing wakes it."""
-MIXED_PREFILL_SHARE = 2
+MIXED_PREFILL_SHARE = 4
+"""While something decodes, a step takes this part of ``--max-batch-tokens``: it bounds the time between tokens."""
 
 
 class RankZero:

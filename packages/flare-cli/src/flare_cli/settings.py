@@ -163,7 +163,7 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("kv_memory", _ENGINE, parse_kv_memory, None, "SIZE", "KV pool of a rank: 64GiB, or 512pages.", _show_kv),
     Setting("page_tokens", _ENGINE, parse_int, DEFAULT_PAGE_TOKENS, "N", "Tokens of a page; equal on all ranks."),
     Setting("max_sequences", _ENGINE, parse_int, 64, "N", "Sequences computed together."),
-    Setting("max_batch_tokens", _ENGINE, parse_int, 512, "N", "Prompt tokens of a step (prefill chunk)."),
+    Setting("max_batch_tokens", _ENGINE, parse_int, 2048, "N", "Prompt tokens of a step; a quarter beside decodes."),
     Setting("threads", _ENGINE, parse_int, None, "N", "CPU threads of the model; default: all cores."),
     Setting("plan_lead", _ENGINE, parse_int, 1, "0|1", "Steps planned ahead of the device."),
     Setting("prefix_cache_disk", _CACHE, _parse_path, None, "DIR", "Directory of this rank's records ({rank} in it)."),

@@ -10,15 +10,11 @@ import sys
 from collections.abc import Sequence
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 __all__ = ["StartupDisplay"]
 
 _LOG = logging.getLogger("flare")
-
-FILE_WIDTH = 200
-"""Columns where the output is no terminal."""
 
 
 class StartupDisplay:
@@ -26,7 +22,7 @@ class StartupDisplay:
 
     def __init__(self, *, as_json: bool) -> None:
         self._is_live = not as_json and sys.stderr.isatty()
-        self._console = Console(stderr=True, highlight=False, width=None if self._is_live else FILE_WIDTH)
+        self._console = Console(stderr=True, highlight=False)
         self._as_json = as_json
         self._tasks: dict[str, TaskID] = {}
         self._seen: set[str] = set()
@@ -40,7 +36,7 @@ class StartupDisplay:
                 _LOG.info("%s", text)
             return
         if self._progress is None:
-            columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+            columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
             self._progress = Progress(*columns, console=self._console, transient=True)
             self._progress.start()
         if text not in self._tasks:
@@ -53,11 +49,10 @@ class StartupDisplay:
         if self._as_json:
             _LOG.info("%s", title, extra={"facts": dict(facts)})
             return
-        table = Table.grid(padding=(0, 2))
-        for label, text in facts:
-            table.add_row(f"  {label}", text)
-        self._console.print(f"[bold]{title}[/]")
-        self._console.print(table)
+        width = max((len(label) for label, _ in facts), default=0)
+        lines = [title, *(f"  {label:<{width}}  {text}" for label, text in facts)]
+        # In one piece: ranks of one host may share a terminal.
+        self._console.print("\n".join(lines), markup=False, soft_wrap=True)
 
     def close(self) -> None:
         """Stop drawing."""

@@ -14,6 +14,7 @@ import sys
 
 from flare_cli.api_link import ApiLink
 from flare_cli.logs import set_up_logs
+from flare_cli.process_limits import set_process_limits
 from flare_cli.watchdog import EXIT_LOST, Watchdog
 from flare_cli.worker_protocol import LOCAL_LINK_SETTINGS, StartFailed, WorkerLost
 from flare_core.errors import FlareError
@@ -29,6 +30,7 @@ def main() -> None:
     # Both may reach the whole process group: the API process drains, this one waits for its word.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    set_process_limits()
     link = local_link(
         socket.socket(fileno=int(sys.argv[1])), name="link to the API process", settings=LOCAL_LINK_SETTINGS
     )

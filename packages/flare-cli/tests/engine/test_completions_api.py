@@ -1,7 +1,9 @@
 """``/v1/completions`` over a scripted engine."""
 
+import asyncio
 import hashlib
 
+from flare_cli.server.app import make_app
 from flare_cli.server.engine_port import EngineState
 from flare_cli.server.keys import KeyRing
 from flare_cli.server.model import Limits
@@ -248,3 +250,39 @@ def test_cache_reset_needs_the_admin_key_or_this_host(make_server):
     assert server.post("/v1/cache/reset", {"tier": "device"}).status_code == 200
     assert server.post("/v1/cache/reset", {"tier": "disk"}).status_code == 400
     assert server.engine.resets == [Tier.MEMORY, Tier.DEVICE]
+
+
+def test_a_comment_keeps_a_waiting_stream_alive(make_server, scripted_engine, monkeypatch):
+    monkeypatch.setattr("flare_cli.server.streaming.KEEP_ALIVE_SECONDS", 0.01)
+    engine = scripted_engine(holds=True)
+    server = make_server(engine=engine)
+    sent: list[bytes] = []
+
+    async def run() -> None:
+        gone = asyncio.Event()
+        body = [{"type": "http.request", "body": b'{"prompt": "a", "stream": true}', "more_body": False}]
+
+        async def receive():
+            if body:
+                return body.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message.get("body", b""))
+            if len(sent) == 4:
+                gone.set()
+
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "headers": [],
+            "query_string": b"",
+            "client": ("127.0.0.1", 1),
+        }
+        await make_app(server.service)(scope, receive, send)
+
+    asyncio.run(run())
+    assert sent[1:4] == [b": waiting\n\n"] * 3
+    assert engine.cancelled == ["0"]

@@ -5,6 +5,7 @@ import sys
 
 import openai
 import pytest
+
 from flare_core.testing.checkpoints import make_tiny_checkpoint
 
 PROMPT = "the quick brown fox jumps over the lazy dog and runs away into the wood " * 12
