@@ -1,25 +1,56 @@
 """The parts of a decoder layer as one rank holds them: projections, norms, and what they do to rows.
 
-A single row takes a matrix-vector product (measured twice as fast as a one-row matrix product), so that a row
-computed alone has one fixed shape whatever else a step does.
+A single row takes a matrix-vector product, so that a row computed alone has one fixed shape whatever else a step
+does. A few rows take weights that oneDNN has laid out for them, where the loader packed some: a tall weight read for
+8 rows costs two thirds of what it costs as it is stored (figures in ``docs/decisions.md``).
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows
 
-__all__ = ["LayerWeights", "Projection", "project", "project_onto", "rms_norm", "silu_product"]
+__all__ = ["LayerWeights", "Projection", "RmsNorm", "project", "project_onto", "rms_norm", "silu_product"]
+
+_MAX_PACKED_ROWS = 128
+"""With more rows the packed layout gains nothing."""
+
+_linear_packed = torch.ops.mkldnn._linear_pointwise
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """``x @ weight.T + bias``; ``weight`` [out, in], ``bias`` [out] or None."""
+    """``x @ weight.T + bias``; ``weight`` [out, in], ``bias`` [out] or None, ``packed`` the weight as oneDNN has it."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
+    packed: torch.Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RmsNorm:
+    """Root-mean-square norm over the last axis of ``width`` values (arXiv 1910.07467).
+
+    ``x / sqrt(mean(x^2) + epsilon) * weight`` is computed as ``x / hypot(|x|, sqrt(width * epsilon)) * gain`` with
+    ``gain = weight * sqrt(width)``: four operations on rows, which is what a single row's time goes into.
+
+    Attributes:
+        gain: [..., width], float32.
+        floor: sqrt(width * epsilon), a float32 scalar on the device.
+    """
+
+    gain: torch.Tensor
+    floor: torch.Tensor
+
+    @classmethod
+    def create(cls, weight: torch.Tensor, epsilon: float) -> RmsNorm:
+        """The norm with ``weight`` [..., width] of any float dtype."""
+        width = weight.shape[-1]
+        floor = torch.tensor(math.sqrt(width * epsilon), dtype=torch.float32, device=weight.device)
+        return cls(weight.float() * math.sqrt(width), floor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,19 +58,19 @@ class LayerWeights:
     """One layer on one rank.
 
     Attributes:
-        attention_norm, mlp_norm: [hidden].
+        attention_norm, mlp_norm: over [hidden].
         qkv: queries, keys and values of the rank's heads, one under the other, heads interleaved for rotation.
-        head_norm: [query heads + KV heads, D], the Q and K norms repeated for each head, or None.
+        head_norm: over [query heads + KV heads, D], the Q and K norms repeated for each head, or None.
         output: [hidden, query heads * D]; its bias lies on rank 0 only, because partial results are summed.
         gate_up: gate columns, then up columns; no rows where the rank holds no MLP columns.
         down: [hidden, columns]; bias as ``output``.
     """
 
-    attention_norm: torch.Tensor
+    attention_norm: RmsNorm
     qkv: Projection
-    head_norm: torch.Tensor | None
+    head_norm: RmsNorm | None
     output: Projection
-    mlp_norm: torch.Tensor
+    mlp_norm: RmsNorm
     gate_up: Projection
     down: Projection
 
@@ -50,6 +81,8 @@ def project(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
         if projection.bias is None:
             return torch.mv(projection.weight, rows[0]).unsqueeze(0)
         return torch.addmv(projection.bias, projection.weight, rows[0]).unsqueeze(0)
+    if projection.packed is not None and rows.shape[0] <= _MAX_PACKED_ROWS:
+        return _linear_packed(rows, projection.packed, projection.bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(rows, projection.weight, projection.bias)
 
 
@@ -62,12 +95,11 @@ def project_onto(residual: torch.Tensor, rows: torch.Tensor, projection: Project
     return summed if projection.bias is None else summed.add_(projection.bias)
 
 
-def rms_norm(rows: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
-    """Root-mean-square norm over the last axis (arXiv 1910.07467), the mean in float32 for narrower dtypes."""
+def rms_norm(rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
+    """``rows`` [..., width] normalised, computed in float32, in the dtype of ``rows``."""
     wide = rows.float()
-    mean_square = torch.linalg.vector_norm(wide, dim=-1, keepdim=True).square_().div_(rows.shape[-1])
-    scaled = wide * mean_square.add_(epsilon).rsqrt_()
-    return scaled.to(rows.dtype).mul_(weight) if rows.dtype != torch.float32 else scaled.mul_(weight)
+    length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    return wide.div(torch.hypot(length, norm.floor)).mul_(norm.gain).to(rows.dtype)
 
 
 def silu_product(gate_up: torch.Tensor) -> torch.Tensor:

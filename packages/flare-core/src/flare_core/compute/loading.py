@@ -16,8 +16,8 @@ from flare_core.compute.identity import Progress
 from flare_core.compute.kv_memory import KvMemory, geometry_for, pages_for_bytes
 from flare_core.compute.model_config import ModelConfig, read_eos_token_ids
 from flare_core.compute.runner import NUMERICS, TorchRunner
-from flare_core.compute.sharded_model import load_model
 from flare_core.compute.tensor_layout import rank_shard
+from flare_core.compute.weights import load_model
 from flare_core.errors import UsageError
 from flare_core.geometry import SetIdentity
 
