@@ -47,6 +47,7 @@ class PlanBuilder:
         self._prompt_runs: dict[int, tuple[Sequence, int]] = {}
         self._late_pages: list[int] = []
         self._late_snapshots: list[int] = []
+        self._late_rows: list[tuple[Sequence, int, int]] = []
         self._late_slots: list[int] = []
         self._row_sources: set[int] = set()
 
@@ -71,21 +72,19 @@ class PlanBuilder:
         self._late_pages.append(source)
         self._page_copies.append(PageCopy(source, target, num_tokens))
 
-    def copy_row(self, source: int, target: int) -> None:
-        """Copy a row before the runs; a source slot that is freed later in this plan stays taken until the next."""
-        self._row_sources.add(source)
-        self._row_copies.append(RowCopy(source, target))
+    def take_snapshot(self, sequence: Sequence, num_tokens: int, slot: int) -> None:
+        """Copy the sequence's row, now at ``num_tokens``, to ``slot``, which is held; later plans may start from it."""
+        self._row_sources.add(sequence.slot)
+        self._row_copies.append(RowCopy(sequence.slot, slot))
+        self._late_snapshots.append(slot)
+        self._late_rows.append((sequence, num_tokens, slot))
 
     def release_page_later(self, page: int) -> None:
         """Release a page that this plan copies to."""
         self._late_pages.append(page)
 
-    def drop_snapshot_later(self, slot: int) -> None:
-        """Drop a snapshot slot that this plan copies from or to."""
-        self._late_snapshots.append(slot)
-
     def free_slot(self, slot: int) -> None:
-        """Free a sequence's slot as soon as this plan allows."""
+        """Free a sequence's slot: at once, or with the next plan where this one still reads its row."""
         if slot in self._row_sources:
             self._late_slots.append(slot)
         else:
@@ -121,7 +120,7 @@ class PlanBuilder:
             self._late_pages.append(sequence.copy_source)
             sequence.copy_source = -1
         if sequence.row_source is not None:
-            self.copy_row(sequence.row_source, sequence.slot)
+            self._row_copies.append(RowCopy(sequence.row_source, sequence.slot))
             if sequence.row_source >= 0:
                 self._late_snapshots.append(sequence.row_source)
             sequence.row_source = None
@@ -142,12 +141,15 @@ class PlanBuilder:
         return plan, PlannedStep(self.step, tuple(self._members), tuple(self._sampled), self._prompt_runs)
 
     def release_late(self) -> None:
-        """The plan was handed out: let go of what it copies between."""
+        """The plan was handed out and the next one begins: learn the rows it keeps, let go of what it copies between."""
+        for sequence, num_tokens, slot in self._late_rows:
+            self._cache.register_row(sequence, num_tokens, slot)
         self._cache.release(self._late_pages)
         for slot in self._late_snapshots:
             self._cache.rows.drop(slot)
         for slot in self._late_slots:
             self._cache.rows.free_sequence(slot)
+        self._late_rows.clear()
         self._late_pages.clear()
         self._late_snapshots.clear()
         self._late_slots.clear()

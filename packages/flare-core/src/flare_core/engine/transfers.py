@@ -118,9 +118,7 @@ class Transfers:
         slot = self._cache.take_snapshot()
         if slot is None:
             return None
-        builder.copy_row(sequence.slot, slot)
-        builder.drop_snapshot_later(slot)
-        self._cache.register_row(sequence, num_tokens, slot)
+        builder.take_snapshot(sequence, num_tokens, slot)
         return slot
 
     def _copy_tail(self, sequence: Sequence, num_tokens: int, builder: PlanBuilder) -> tuple[int | None, int]:

@@ -58,6 +58,13 @@ class OracleMemory:
             digest.update(view[page, : num_tokens // plane.tokens_per_entry].tobytes())
         return int.from_bytes(digest.digest(), "little")
 
+    def is_zero_behind(self, page: int, num_tokens: int) -> bool:
+        """Every entry of the page that its first ``num_tokens`` tokens do not complete is zero."""
+        return not any(
+            view[page, num_tokens // plane.tokens_per_entry :].any()
+            for plane, view in zip(self.geometry.planes, self._planes, strict=True)
+        )
+
     def row_digest(self, slot: int) -> int:
         """64 bits over every byte of a row; 0 for models without rows."""
         if not self.geometry.row_bytes:

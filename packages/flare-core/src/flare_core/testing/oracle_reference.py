@@ -16,14 +16,21 @@ __all__ = ["oracle_group", "oracle_prompt_logprobs", "oracle_results", "oracle_t
 
 
 def oracle_group(
-    config: OracleConfig, *, world_size: int, page_tokens: int, num_pages: int, num_row_slots: int = 1
+    config: OracleConfig,
+    *,
+    world_size: int,
+    page_tokens: int,
+    num_pages: int,
+    num_row_slots: int = 1,
+    is_late: bool = False,
 ) -> OracleGroup:
     """Runners of all ranks with memories of their own, in one thread."""
     return OracleGroup(
         [
             OracleRunner(config, OracleMemory(geometry, num_pages=num_pages, num_row_slots=num_row_slots), SingleRank())
             for geometry in config.geometries(world_size, page_tokens)
-        ]
+        ],
+        is_late=is_late,
     )
 
 

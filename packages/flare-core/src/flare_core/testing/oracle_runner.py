@@ -7,6 +7,7 @@ One rank condenses its own bytes; what all ranks condensed decides the token. It
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -103,6 +104,8 @@ class OracleRunner:
             msg = f"plan {plan.step} follows step {self._last_step}; steps are numbered without gaps"
             raise RuntimeError(msg)
         self._last_step = plan.step
+        _require_independent("page", [(copy.source, copy.target) for copy in plan.page_copies])
+        _require_independent("row", [(copy.source, copy.target) for copy in plan.row_copies])
         for row in plan.row_copies:
             self.memory.copy_row(row.source, row.target)
         for copy in plan.page_copies:
@@ -255,21 +258,59 @@ class OracleRunner:
         return token_logprobs(scores(word, self._bias), int(slot.token_ids[position]), num_top)
 
 
+def _require_independent(kind: str, copies: Sequence[tuple[int, int]]) -> None:
+    """A device may run the copies of one plan in any order, so none may touch another's target."""
+    targets = [target for _, target in copies]
+    if len(set(targets)) < len(targets) or not {source for source, _ in copies}.isdisjoint(targets):
+        msg = f"{kind} copies {copies} of one plan depend on their order"
+        raise RuntimeError(msg)
+
+
 class OracleGroup:
-    """All ranks in one thread, in lockstep: a ``ModelRunner`` for simulators and references."""
+    """All ranks in one thread, in lockstep: a ``ModelRunner`` for simulators and references.
 
-    def __init__(self, runners: Sequence[OracleRunner]) -> None:
+    With ``is_late`` a step is executed when its result is asked for, and not before: like a device that lags as far
+    behind as it may, so that what is planned on the strength of steps that have not run yet is seen.
+    """
+
+    def __init__(self, runners: Sequence[OracleRunner], *, is_late: bool = False) -> None:
         self.runners = runners
+        self._is_late = is_late
+        self._waiting: deque[_LateStep] = deque()
 
-    def launch(self, plan: StepPlan) -> FinishedStep:
-        """Execute ``plan`` on every rank.
+    def launch(self, plan: StepPlan) -> _LateStep:
+        """Accept ``plan``; see ``is_late``.
 
         Raises:
-            RuntimeError: the ranks' results differ.
+            RuntimeError: the ranks' results differ, or the plan cannot be executed.
         """
-        parts = [runner.compute(plan) for runner in self.runners]
-        results = [runner.finish(plan, parts) for runner in self.runners]
-        if any(result != results[0] for result in results):
-            msg = f"step {plan.step}: ranks disagree"
-            raise RuntimeError(msg)
-        return FinishedStep(results[0])
+        step = _LateStep(self, plan)
+        self._waiting.append(step)
+        if not self._is_late:
+            step.result()
+        return step
+
+    def execute_until(self, last: _LateStep) -> None:
+        """Execute what waits, in order, up to and including ``last``."""
+        while last.value is None:
+            step = self._waiting.popleft()
+            parts = [runner.compute(step.plan) for runner in self.runners]
+            results = [runner.finish(step.plan, parts) for runner in self.runners]
+            if any(result != results[0] for result in results):
+                msg = f"step {step.plan.step}: ranks disagree"
+                raise RuntimeError(msg)
+            step.value = results[0]
+
+
+@dataclass(slots=True)
+class _LateStep:
+    group: OracleGroup
+    plan: StepPlan
+    value: StepResult | None = None
+
+    def result(self) -> StepResult:
+        """What the step gave, executed now if it was not before."""
+        self.group.execute_until(self)
+        if self.value is None:
+            raise AssertionError("a step was executed without a result")
+        return self.value
