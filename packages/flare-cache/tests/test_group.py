@@ -8,6 +8,7 @@ import threading
 from dataclasses import dataclass, replace
 
 import pytest
+
 from flare_cache.jobs import Job
 from flare_cache.outcomes import ShardedLimits
 from flare_cache.testing import GroupPlan, LocalGroup, token_geometries

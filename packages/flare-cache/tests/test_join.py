@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 import msgspec
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from flare_cache.index import Record
 from flare_cache.jobs import RecordIdentity
 from flare_cache.join import ApplyHere, Finished, JoinFailed, JoinLeader, JoinPeer, Tell
@@ -31,8 +34,6 @@ from flare_cache.scan import ScannedRecord
 from flare_cache.settings import CacheSettings, Statement
 from flare_core.errors import ConfigurationMismatch, UsageError
 from flare_core.geometry import Axis, Geometry, Plane, SetIdentity
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 PAGE = 4
 SET_ID = b"the drawn set id"
@@ -44,7 +45,13 @@ def geometries(world_size: int) -> tuple[Geometry, ...]:
 
 
 def record(
-    name: int, parent: ScannedRecord | None = None, *, num_pages: int = 1, tail: int = 0, row: bool = False, store: int = 0
+    name: int,
+    parent: ScannedRecord | None = None,
+    *,
+    num_pages: int = 1,
+    tail: int = 0,
+    row: bool = False,
+    store: int = 0,
 ) -> ScannedRecord:
     start = parent.identity.end - parent.identity.tail_tokens if parent is not None else 0
     identity = RecordIdentity(
@@ -216,11 +223,7 @@ def test_the_join_keeps_what_all_ranks_hold_and_a_second_join_changes_nothing(sc
         for scan, done in zip(scans, left, strict=True)
     ]
     resumed = [
-        [
-            torn_rank[key]
-            for key in torn_rank
-            if key in {one.identity.key for one in done} or data.draw(st.booleans())
-        ]
+        [torn_rank[key] for key in torn_rank if key in {one.identity.key for one in done} or data.draw(st.booleans())]
         for torn_rank, done in zip(torn, left, strict=True)
     ]
     again = join(resumed, accept_loss=True)
@@ -241,9 +244,7 @@ def test_the_join_evicts_down_to_the_limit_and_stays_closed_under_parents(scans,
     assert report.disk_limit_bytes == min(max(1, limit), statements[0].disk_limit_bytes)
     assert agreement.kept_bytes <= report.disk_limit_bytes
     keys = {one.scanned.identity.key for one in agreement.kept}
-    assert all(
-        one.scanned.identity.parent_key in keys for one in agreement.kept if one.scanned.identity.parent_key
-    )
+    assert all(one.scanned.identity.parent_key in keys for one in agreement.kept if one.scanned.identity.parent_key)
     assert sorted(agreement.oldest_first) == sorted(keys)
     index = adopt(agreement, PAGE)
     seen: set[bytes] = set()

@@ -31,7 +31,7 @@ from flare_core.prefix import FetchFinished, PrefixQuery, Restorable, StoreEvent
 from flare_transport.link import Link
 from flare_transport.local_link import local_link
 
-__all__ = ["GroupPlan", "LocalGroup", "LocalRank", "token_geometries"]
+__all__ = ["RUN_ID", "GroupPlan", "LocalGroup", "LocalRank", "make_rank", "token_geometries"]
 
 RUN_ID = hashlib.sha256(b"one run of a local group").digest()[:16]
 SALT_KEY_ID = bytes(16)
@@ -173,7 +173,7 @@ class LocalGroup:
     @classmethod
     def start(cls, plan: GroupPlan, *, on_poison: Callable[[str], None] = lambda _: None) -> LocalGroup:
         """Bring up every rank, each peer on a thread; raises what rank zero's start raises."""
-        ranks = [_make_rank(plan, rank) for rank in range(len(plan.geometries))]
+        ranks = [make_rank(plan, rank) for rank in range(len(plan.geometries))]
         wake = threading.Event()
         links: dict[int, Link] = {}
         threads: list[threading.Thread] = []
@@ -311,7 +311,8 @@ class LocalGroup:
         return set(self.leader.store.statistics().tiers)
 
 
-def _make_rank(plan: GroupPlan, rank: int) -> LocalRank:
+def make_rank(plan: GroupPlan, rank: int) -> LocalRank:
+    """Open one rank: its pages, directory and shelves."""
     geometry = plan.geometries[rank]
     settings = plan.cache_settings(rank)
     pages = HostPages.allocate(geometry, num_pages=plan.num_pages, num_slots=plan.num_slots)
