@@ -9,7 +9,7 @@ import pytest
 
 from flare_cli.bench_cache.settings import GroupSettings
 from flare_core.errors import FlareError, UsageError
-from flare_qualify.peers_disk import FLARE, RAW, Comparison, compare, peer_side, rotated
+from flare_qualify.peers_disk import FLARE, RAW, Comparison, compare, joined, peer_side, rotated
 
 
 def test_the_order_of_the_sides_rotates_by_one_each_round():
@@ -25,6 +25,11 @@ def test_ratios_compare_loads_of_one_round():
     comparison = Comparison(12, {FLARE: [2.0, 4.0, 1.0], RAW: [1.0, 4.0, 1.0]})
     assert comparison.ratio(FLARE, RAW) == 1.0
     assert comparison.rate(FLARE) == 6.0
+
+
+def test_repetitions_are_counted_together():
+    parts = [Comparison(12, {FLARE: [2.0], RAW: [1.0]}), Comparison(12, {FLARE: [4.0], RAW: [3.0]})]
+    assert joined(parts) == Comparison(12, {FLARE: [2.0, 4.0], RAW: [1.0, 3.0]})
 
 
 def test_without_peers_flare_is_compared_with_the_raw_read(tmp_path):

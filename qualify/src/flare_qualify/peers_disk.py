@@ -9,7 +9,9 @@ Both peers are optional; each needs an environment of its own, which this names 
 
 One rank each. NIXL reads flare's record files; LMCache, whose local disk forgets its files at a restart, stores the
 same pages in files of its own, in a process that stays. Before each load the page cache is dropped; every side is
-loaded once without being counted, then the sides take turns in an order that rotates by one each round.
+loaded once without being counted, then the sides take turns in an order that rotates by one each round. All of it is
+repeated with new processes and files: which memory and which blocks a side happens to get changes its rate for as long
+as it keeps them (by a third, seen for every side here).
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flare_cache.record_file import read_header
+from flare_cache.record_plan import DEFAULT_RECORD_BYTES
+from flare_cache.staged import DEFAULT_NUM_THREADS
 from flare_cli.bench_cache.group import open_group
 from flare_cli.bench_cache.page_cache import drop_page_cache, page_cache_method
 from flare_cli.bench_cache.run import benchmark_directory
@@ -37,7 +41,7 @@ from flare_cli.units import format_size, parse_size
 from flare_core.errors import FlareError, UsageError
 from flare_qualify.peer_sides import lmcache_disk
 
-__all__ = ["Comparison", "compare", "rotated"]
+__all__ = ["Comparison", "compare", "joined", "rotated"]
 
 FLARE, RAW = "flare", "raw read"
 PAGE_BYTES = 8 << 20
@@ -212,6 +216,23 @@ def print_comparison(comparison: Comparison, console: Console) -> None:
     )
 
 
+def joined(parts: Sequence[Comparison]) -> Comparison:
+    """Repetitions as one comparison of all their rounds."""
+    sides = parts[0].seconds
+    seconds = {side: [taken for part in parts for taken in part.seconds[side]] for side in sides}
+    return Comparison(parts[0].num_bytes, seconds)
+
+
+def _compare_once(settings: GroupSettings, arguments: argparse.Namespace) -> Comparison:
+    with benchmark_directory(settings.directory) as directory:
+        return compare(
+            msgspec.structs.replace(settings, directory=str(directory.resolve())),
+            arguments.rounds,
+            lmcache_python=arguments.lmcache_python,
+            nixl_python=arguments.nixl_python,
+        )
+
+
 def main() -> None:
     """Compare, print, write JSON if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -219,31 +240,26 @@ def main() -> None:
     parser.add_argument("--nixl-python", type=Path, metavar="PYTHON", help="interpreter that has nixl-cu13 and numpy")
     parser.add_argument("--bytes", default="1GiB", metavar="SIZE", help="of pages (default: 1GiB; a multiple of 32MiB)")
     parser.add_argument("--directory", default=".", metavar="DIR", help="on the disk to measure (default: this one)")
-    parser.add_argument("--threads", type=int, default=4, metavar="N", help="disk threads of each side (default: 4)")
-    parser.add_argument("--rounds", type=int, default=5, metavar="N", help="loads of each side (default: 5)")
+    parser.add_argument("--threads", type=int, default=DEFAULT_NUM_THREADS, metavar="N", help="disk threads of a side")
+    parser.add_argument("--rounds", type=int, default=3, metavar="N", help="loads of a side in one repetition")
+    parser.add_argument("--repeats", type=int, default=3, metavar="N", help="repetitions with new processes and files")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the seconds there as well")
     arguments = parser.parse_args()
     chunk_bytes = PAGE_BYTES * lmcache_disk.PAGES_PER_CHUNK
-    num_bytes = parse_size(arguments.bytes) // chunk_bytes * chunk_bytes
+    settings = GroupSettings(
+        world_size=1,
+        directory=arguments.directory,
+        bytes_per_rank=parse_size(arguments.bytes) // chunk_bytes * chunk_bytes,
+        page_bytes=PAGE_BYTES,
+        record_bytes=DEFAULT_RECORD_BYTES,
+        num_threads=arguments.threads,
+        num_outstanding=8,
+    )
     try:
-        with benchmark_directory(arguments.directory) as directory:
-            settings = GroupSettings(
-                world_size=1,
-                directory=str(directory.resolve()),
-                bytes_per_rank=num_bytes,
-                page_bytes=PAGE_BYTES,
-                record_bytes=256 << 20,
-                num_threads=arguments.threads,
-                num_outstanding=8,
-            )
-            comparison = compare(
-                settings,
-                arguments.rounds,
-                lmcache_python=arguments.lmcache_python,
-                nixl_python=arguments.nixl_python,
-            )
+        parts = [_compare_once(settings, arguments) for _ in range(arguments.repeats)]
     except FlareError as error:
         parser.exit(error.exit_code, f"{parser.prog}: {error}\n")
+    comparison = joined(parts)
     print_comparison(comparison, Console())
     if arguments.json is not None:
         result = {"num_bytes": comparison.num_bytes, "seconds": comparison.seconds}

@@ -44,7 +44,8 @@ def view_at(address: int, length: int) -> memoryview:
 
 def new_mapping(num_bytes: int) -> mmap.mmap:
     """New zeroed memory, aligned to 4096 bytes, of its own. Raises OSError where there is none."""
-    mapping = mmap.mmap(-1, num_bytes)
+    # Private: shared memory is not backed by huge pages as advised below, and MADV_DONTNEED gives none of it back.
+    mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
     return mapping

@@ -12,6 +12,7 @@ import time
 import msgspec
 
 from flare_cache.record import MAX_HEADER_BYTES
+from flare_cache.staged import DEFAULT_NUM_THREADS
 from flare_cli.bench_cache.group import BenchGroup
 from flare_cli.bench_cache.orders import OrderKind
 from flare_cli.bench_cache.prompt import Prompt
@@ -73,7 +74,7 @@ def latency_settings(directory: str, world_size: int) -> GroupSettings:
         bytes_per_rank=_NUM_PAGES * PAGE_ALIGNMENT,
         page_bytes=PAGE_ALIGNMENT,
         record_bytes=MAX_HEADER_BYTES + PAGE_ALIGNMENT,
-        num_threads=4,
+        num_threads=DEFAULT_NUM_THREADS,
         num_outstanding=8,
         memory_bytes=_NUM_PAGES * 4 * PAGE_ALIGNMENT,
     )

@@ -27,7 +27,7 @@ def bench() -> None:
 @click.option("--record-bytes", metavar="SIZE", default="256MiB", show_default=True, help="Largest record file.")
 @click.option("--page-bytes", metavar="SIZE", default="4MiB", show_default=True, help="One page on each rank.")
 @click.option(
-    "--threads", metavar="N", type=click.IntRange(1, 256), default=4, show_default=True,
+    "--threads", metavar="N", type=click.IntRange(1, 256), show_default="the server's",
     help="Disk threads of each rank, and threads of its raw read.",
 )  # fmt: skip
 @click.option(
@@ -46,7 +46,7 @@ def cache(
     directory: str,
     record_bytes: str,
     page_bytes: str,
-    threads: int,
+    threads: int | None,
     depth: int,
     rounds: int,
     job_latency: bool,
@@ -60,6 +60,7 @@ def cache(
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from flare_cache.staged import DEFAULT_NUM_THREADS
     from flare_cli.bench_cache.report import print_report, write_json
     from flare_cli.bench_cache.run import BenchOptions, num_steps, run_benchmark
     from flare_cli.bench_cache.settings import GroupSettings
@@ -71,7 +72,7 @@ def cache(
         bytes_per_rank=parse_size(num_bytes),
         page_bytes=parse_size(page_bytes),
         record_bytes=parse_size(record_bytes),
-        num_threads=threads,
+        num_threads=threads or DEFAULT_NUM_THREADS,
         num_outstanding=depth,
     )
     options = BenchOptions(
