@@ -147,6 +147,7 @@ class _Group:
         self.rank: LocalRank = make_rank(plan, 0)
         self.links: dict[int, Link] = {}
         world_size = len(plan.geometries)
+        peers: list[subprocess.Popen[bytes]] = []
         for rank in range(1, world_size):
             here, there = socket.socketpair()
             self.links[rank] = local_link(here, name=f"record link to rank {rank}")
@@ -171,6 +172,7 @@ def _serve_peer(rank: int, world_size: int, descriptor: int, root: str) -> None:
     plan = _plan(world_size, Path(root) if root else None, memory_bytes=None if root else 64 << 20)
     local = make_rank(plan, rank)
     link = local_link(socket.socket(fileno=descriptor), name="record link to rank 0")
+    print("ready", flush=True)
     peer = start_peer(local.setup, link, run_id=RUN_ID, on_end=lambda _: None)
     peer.service.wait_ended()
 
@@ -190,8 +192,6 @@ def _measure_join(num_records: int, directory: Path, *, world_size: int) -> dict
         for _ in range(3):
             with ExitStack() as stack:
                 group = _Group(plan, stack)
-                # Peers import and open their directories meanwhile; the join begins when rank zero begins.
-                time.sleep(1.0)
                 start = time.perf_counter()
                 leader = group.start()
                 seconds.append(time.perf_counter() - start)

@@ -39,7 +39,7 @@ QUESTIONS = (
     ("docs/operations.md", "What does the text above say about exit code 78?"),
     ("docs/wire-format.md", "In one sentence: what is the text above about?"),
 )
-"""(first document of the prompt, question about it)."""
+"""(last document of the prompt, question about it)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,13 +65,13 @@ class Phase:
 
 
 def build_prompts(url: str, documents: Path) -> list[str]:
-    """Prompts of about :data:`PROMPT_TOKENS` tokens: the project's documents, each prompt from another one on."""
+    """Prompts of about :data:`PROMPT_TOKENS` tokens: the project's documents, each prompt ends with another one."""
     names = sorted(str(path.relative_to(documents)) for path in documents.glob("docs/*.md"))
     prompts: list[str] = []
-    for first, question in QUESTIONS:
-        order = [first, *(name for name in names if name != first), "README.md", "SECURITY.md"]
-        text = "\n\n".join((documents / name).read_text() for name in order)
-        token_ids = post_json(url, "/tokenize", {"prompt": text})["tokens"][:PROMPT_TOKENS]
+    for last, question in QUESTIONS:
+        order = [last, *(name for name in names if name != last), "README.md", "SECURITY.md"]
+        text = "\n\n".join((documents / name).read_text() for name in reversed(order))
+        token_ids = post_json(url, "/tokenize", {"prompt": text})["tokens"][-PROMPT_TOKENS:]
         cut = post_json(url, "/detokenize", {"tokens": token_ids})["prompt"]
         prompts.append(f"{cut}\n\n{question}")
     return prompts
@@ -81,8 +81,10 @@ def ask_all(name: str, url: str, prompts: Sequence[str], progress: Progress) -> 
     """Answer every prompt, one after the other, greedily and with top-20 log-probabilities."""
     task = progress.add_task(f"{name}: answering {len(prompts)} prompts", total=len(prompts))
     answers: list[Answer] = []
-    for prompt in prompts:
-        answers.append(chat(url, prompt, max_tokens=ANSWER_TOKENS, logprobs=True, top_logprobs=TOP_LOGPROBS))
+    for number, prompt in enumerate(prompts):
+        # A salt of its own keeps a prompt from sharing the chat template's first tokens with another one.
+        options = {"logprobs": True, "top_logprobs": TOP_LOGPROBS, "cache_salt": f"prompt {number}"}
+        answers.append(chat(url, prompt, max_tokens=ANSWER_TOKENS, **options))
         progress.advance(task)
     return Phase(name, tuple(answers))
 
@@ -91,6 +93,7 @@ def run_phases(group: Group, documents: Path, progress: Progress) -> tuple[list[
     """All four phases over a started group; also the questions, and whether record files were equal throughout."""
     prompts = build_prompts(group.url, documents)
     phases = [ask_all("cold", group.url, prompts, progress), ask_all("device", group.url, prompts, progress)]
+    group.wait_stored()
     post_json(group.url, "/v1/cache/reset", {"tier": "device"})
     phases.append(ask_all("disk", group.url, prompts, progress))
     equal = group.same_record_names()
@@ -139,7 +142,7 @@ def phase_table(phases: Sequence[Phase]) -> Table:
     table = Table(
         title=f"Time to first token, {WORLD_SIZE} ranks, {len(phases[0].answers)} prompts", title_justify="left"
     )
-    for column in ("phase", "TTFT", "against cold", "prompt tokens", "device", "disk", "computed"):
+    for column in ("phase", "TTFT", "against cold", "prompt", "device", "disk", "computed"):
         table.add_column(column, justify="left" if column == "phase" else "right")
     for phase in phases:
         cached = phase.cached("device"), phase.cached("disk")

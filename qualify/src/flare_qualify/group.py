@@ -137,6 +137,24 @@ class Group:
         msg = f"the group was not healthy within {timeout:.0f} s\n{logs}"
         raise GroupError(msg)
 
+    def wait_stored(self, *, timeout: float = 60.0) -> None:
+        """Block until no request runs and no store or other job is left at rank zero.
+
+        Raises:
+            GroupError: there still was one after ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            cluster = get_json(self.url, "/v1/cluster")
+            cache, engine = cluster["cache"], cluster["engine"]
+            num_jobs = cache["num_jobs_waiting"] + cache["num_jobs_outstanding"]
+            num_jobs += sum(tier["num_stores_pending"] for tier in cache["tiers"])
+            if num_jobs + engine["running"] + engine["waiting"] + engine["fetching"] == 0:
+                return
+            time.sleep(0.02)
+        msg = f"requests or jobs were still pending after {timeout:.0f} s"
+        raise GroupError(msg)
+
     def _raise_if_ended(self) -> None:
         for rank, process in self.processes.items():
             if process.poll() is not None:
