@@ -108,6 +108,12 @@ class EngineClient:
         self._pending[request_id] = _Pending(queue, tag)
         return request_id
 
+    def end(self, request_id: str) -> None:
+        """See ``Engine.end``."""
+        if request_id in self._pending:
+            with contextlib.suppress(EngineUnavailable):  # then ``Lost`` comes
+                self._send(wire.CancelRequest(request_id))
+
     def cancel(self, request_id: str) -> None:
         """See ``Engine.cancel``."""
         if self._pending.pop(request_id, None) is not None:
@@ -185,7 +191,7 @@ class EngineClient:
                     self._put(request_id, PromptScored(entries))
                 case wire.Progress():
                     pass  # the stream's own keep-alive is enough
-                case wire.Finished(request_id, wire.FinishReason.CANCELLED | wire.FinishReason.ERROR, _):
+                case wire.Finished(request_id, wire.FinishReason.ERROR, _):
                     self._put(request_id, Lost("the engine gave the request up", 500), last=True)
                 case wire.Finished(request_id, reason, usage):
                     self._put(request_id, Finished(str(reason), usage.cached_tokens), last=True)

@@ -52,6 +52,7 @@ class ScriptedEngine:
     holds: bool = False
     requests: list[EngineRequest] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
+    ended: list[str] = field(default_factory=list)
     resets: list[Tier] = field(default_factory=list)
     submitted: asyncio.Event = field(default_factory=asyncio.Event)
     _ids: Iterator[int] = field(default_factory=itertools.count)
@@ -81,6 +82,9 @@ class ScriptedEngine:
         if len(ids) < params.max_tokens and params.stop_token_ids:
             yield Tokens((params.stop_token_ids[0],), () if params.logprobs is None else (entry(1, params.logprobs),))
         yield Finished("length" if len(ids) == params.max_tokens else "stop", self.cached)
+
+    def end(self, request_id: str) -> None:
+        self.ended.append(request_id)
 
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)

@@ -61,7 +61,8 @@ def test_a_stop_string_across_tokens_ends_the_text_before_it(make_server):
     assert answer["choices"][0]["text"] == "Hell"
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["completion_tokens"] == 8
-    assert server.engine.cancelled == ["0"]
+    assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 3
+    assert (server.engine.ended, server.engine.cancelled) == (["0"], [])
 
 
 def test_a_stream_never_shows_the_beginning_of_a_stop_string(make_server, sse):

@@ -65,7 +65,10 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of an output: "stop" or "length", and how many prompt tokens were restored from which tier."""
+    """The last event of an output, and how many prompt tokens were restored from which tier.
+
+    ``reason`` is "stop", "length", or "cancelled" after ``Engine.end``.
+    """
 
     reason: str
     cached_tokens: Mapping[Tier, int] = field(default_factory=dict)
@@ -100,6 +103,10 @@ class Engine(Protocol):
         Raises:
             EngineUnavailable: starting, draining or lost.
         """
+        ...
+
+    def end(self, request_id: str) -> None:
+        """The output is long enough: its ``Finished`` is to come now, of whatever reason. Ignored once it has come."""
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -91,10 +91,15 @@ class _Output:
     waiting: list[tuple[int, int, TokenLogprobs]] = field(default_factory=list)
     """Log-probabilities of tokens whose text is held back: (first character, end, entry)."""
 
+    @property
+    def is_complete(self) -> bool:
+        """A stop string was found: what the engine still gives is not wanted."""
+        return self.matcher.matched is not None
+
     def push(self, event: Tokens) -> Piece:
-        """The piece for new tokens; its finish reason is set when a stop string was found."""
+        """The piece for new tokens; none behind a stop string."""
         params = self.request.params
-        if not self.keep:
+        if not self.keep or self.is_complete:
             return Piece(self.index)
         text: list[str] = []
         released: list[TokenLogprobs] = []
@@ -116,19 +121,16 @@ class _Output:
             released += self._release()
         if self.matcher.matched is not None:
             released += [entry for first, _, entry in self.waiting if first < self.num_sent]
-        finish = FINISH_STOP if self.matcher.matched is not None else None
-        return Piece(self.index, "".join(text), tuple(released), num_tokens=num_tokens, finish_reason=finish)
+            self.waiting.clear()
+        return Piece(self.index, "".join(text), tuple(released), num_tokens=num_tokens)
 
     def end(self, event: Finished) -> Piece:
         """The last piece: text that was held back comes out, unless it turns out to hold a stop string."""
         text = self._let_out(self.matcher.push(self.detokenizer.flush()))
-        reason = event.reason
-        if self.matcher.matched is None:
+        if not self.is_complete:
             text += self._let_out(self.matcher.flush())
-            released = tuple(entry for _, _, entry in self.waiting)
-        else:
-            reason = FINISH_STOP
-            released = tuple(entry for first, _, entry in self.waiting if first < self.num_sent)
+        released = tuple(entry for first, _, entry in self.waiting if not self.is_complete or first < self.num_sent)
+        reason = FINISH_STOP if self.is_complete else event.reason
         return Piece(self.index, text, released, finish_reason=reason, cached_tokens=event.cached_tokens)
 
     def _let_out(self, text: str) -> str:
@@ -200,21 +202,23 @@ class Generation:
         """Appends what the event gives; returns what ends the whole request, to be raised behind it."""
         output = self._outputs.get(tag)
         if output is None:
-            return None  # it ended at a stop string
+            return None
         match event:
             case Tokens():
                 self._submit_held(tag)
-                piece = output.push(event)
-                if piece.finish_reason is not None:
-                    self._engine.cancel(output.request_id)
-                    del self._outputs[tag]
-                pieces.append(piece)
+                was_complete = output.is_complete
+                pieces.append(output.push(event))
+                if output.is_complete and not was_complete:
+                    self._engine.end(output.request_id)
             case PromptScored(logprobs):
                 pieces.append(Piece(output.index, prompt_logprobs=logprobs))
             case Finished():
                 self._submit_held(tag)
                 del self._outputs[tag]
                 pieces.append(output.end(event))
+            case Lost() if output.is_complete:
+                del self._outputs[tag]
+                pieces.append(output.end(Finished(FINISH_STOP)))
             case Lost(message, status):
                 del self._outputs[tag]
                 return EngineUnavailable(message) if status == 503 else RequestError(message, status=status)
