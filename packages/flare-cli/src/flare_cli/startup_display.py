@@ -24,7 +24,7 @@ class StartupDisplay:
         self._is_live = not as_json and sys.stderr.isatty()
         self._console = Console(stderr=True, highlight=False)
         self._as_json = as_json
-        self._tasks: dict[str, TaskID] = {}
+        self._task: tuple[str, TaskID] | None = None
         self._seen: set[str] = set()
         self._progress: Progress | None = None
 
@@ -39,9 +39,11 @@ class StartupDisplay:
             columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
             self._progress = Progress(*columns, console=self._console, transient=True)
             self._progress.start()
-        if text not in self._tasks:
-            self._tasks[text] = self._progress.add_task(text, total=total or None)
-        self._progress.update(self._tasks[text], completed=num_done, total=total or None)
+        if self._task is None or self._task[0] != text:
+            if self._task is not None:
+                self._progress.remove_task(self._task[1])
+            self._task = (text, self._progress.add_task(text, total=total or None))
+        self._progress.update(self._task[1], completed=num_done, total=total or None)
 
     def ready(self, title: str, facts: Sequence[tuple[str, str]]) -> None:
         """The server takes requests."""
