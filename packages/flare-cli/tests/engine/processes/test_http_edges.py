@@ -3,7 +3,6 @@
 import hashlib
 import json
 import socket
-import time
 
 import httpx
 import pytest
@@ -46,31 +45,26 @@ def test_limits_hold(server):
     assert httpx.get(f"{server.url}/health", headers={"x": "y" * 20_000}).status_code == 431
 
 
-@pytest.mark.parametrize(
-    "data",
-    [
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100,
-        b"GARBAGE\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
-        b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
-        b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\n\r\n",
-    ],
+GARBAGE = (
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\x00" * 100,
+    b"GARBAGE\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: -5\r\n\r\n",
+    b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n",
+    b"GET /" + b"a" * 60_000 + b" HTTP/1.1\r\n\r\n",
 )
-def test_garbage_ends_its_connection_and_nothing_else(server, data):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        connection.sendall(data)
-        received = connection.recv(4096)
-    assert received == b"" or received.startswith(b"HTTP/1.1 4")
-    assert httpx.get(f"{server.url}/health").status_code == 200
+
+
+def test_garbage_and_headers_that_never_end_cost_their_connection_only(server):
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as slow:
+        slow.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: ")
+        for data in GARBAGE:
+            with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+                connection.sendall(data)
+                received = connection.recv(4096)
+            assert received == b"" or received.startswith(b"HTTP/1.1 4")
+            assert httpx.get(f"{server.url}/health").status_code == 200
+        assert slow.recv(4096) == b""
     assert "Traceback" not in server.log(0)
-
-
-def test_a_header_that_never_ends_is_cut_off(server):
-    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
-        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Slow: ")
-        began = time.monotonic()
-        assert connection.recv(4096) == b""
-    assert time.monotonic() - began < 25
 
 
 def test_the_admin_key_and_this_host_may_reset_the_cache(server):
