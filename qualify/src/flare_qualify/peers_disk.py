@@ -11,7 +11,7 @@ One rank each. NIXL reads flare's record files; LMCache, whose local disk forget
 same pages in files of its own, in a process that stays. Before each load the page cache is dropped; every side is
 loaded once without being counted, then the sides take turns in an order that rotates by one each round. All of it is
 repeated with new processes and files: which memory and which blocks a side happens to get changes its rate for as long
-as it keeps them (by a third, seen for every side here).
+as it keeps them.
 """
 
 from __future__ import annotations

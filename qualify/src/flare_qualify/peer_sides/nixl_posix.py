@@ -27,7 +27,7 @@ class Posix:
         self._agent: Any = nixl_agent("flare", nixl_agent_config(backends=[]))
         self._agent.create_backend("POSIX", self._parameters())
         page_bytes = options["page_bytes"]
-        mapping = mmap.mmap(-1, options["num_pages"] * page_bytes)
+        mapping = mmap.mmap(-1, options["num_pages"] * page_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         mapping.madvise(mmap.MADV_HUGEPAGE)
         self._bytes = np.frombuffer(mapping, dtype=np.uint8)
         self._bytes[:] = 0
