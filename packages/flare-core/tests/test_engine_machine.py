@@ -152,7 +152,7 @@ class EngineMachine(RuleBasedStateMachine):
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=120,
+    max_examples=50,
     phases=[Phase.generate, Phase.reuse],
     stateful_step_count=40,
     deadline=None,

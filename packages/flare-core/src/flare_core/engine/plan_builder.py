@@ -141,7 +141,7 @@ class PlanBuilder:
         return plan, PlannedStep(self.step, tuple(self._members), tuple(self._sampled), self._prompt_runs)
 
     def release_late(self) -> None:
-        """The plan was handed out and the next one begins: learn the rows it keeps, let go of what it copies between."""
+        """The plan was handed out, the next one begins: learn the rows it keeps, let go of what it copies between."""
         for sequence, num_tokens, slot in self._late_rows:
             self._cache.register_row(sequence, num_tokens, slot)
         self._cache.release(self._late_pages)

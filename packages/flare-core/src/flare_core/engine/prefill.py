@@ -68,7 +68,7 @@ class PrefillPlanner:
     def _adopt(self, sequence: Sequence) -> int:
         """Use pages that the index has learnt since admission instead of computing them; the tokens gained.
 
-        Only pages that the runner has not been told of can be exchanged, and not under a row.
+        At a page's end the runner has not been told of the next page yet, so it can be exchanged; not under a row.
         """
         size = sequence.page_tokens
         gained = 0
@@ -77,9 +77,7 @@ class PrefillPlanner:
         while sequence.num_computed % size == 0 and sequence.num_computed + size <= sequence.prefill_end:
             at = sequence.num_computed // size
             entry = self._cache.index.of_key(sequence.keys[at]) if at < len(sequence.keys) else None
-            if entry is None or at < sequence.num_sent_pages:
-                break
-            if entry.tokens != sequence.tokens.bytes(at * size, at * size + size):
+            if entry is None or entry.tokens != sequence.tokens.bytes(at * size, at * size + size):
                 break
             self._cache.pool.acquire((entry.page,))
             self._cache.release((sequence.pages[at],))
