@@ -75,8 +75,7 @@ class _Peer:
             print(f"flare: {error}", file=sys.stderr)
             return EXIT_LOST if isinstance(error, LinkLost) else getattr(error, "exit_code", 1)
         except Exception as error:  # noqa: BLE001  the process ends here, and the group with it
-            _LOG.exception("rank %d failed", self._config.rank)
-            self._watchdog.doom(f"rank {self._config.rank} failed: {type(error).__name__}: {error}")
+            self._watchdog.fail(error, f"rank {self._config.rank}")
             return EXIT_LOST
 
     def _live(self) -> int:

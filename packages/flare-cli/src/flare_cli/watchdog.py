@@ -15,6 +15,7 @@ __all__ = ["EXIT_LOST", "Watchdog"]
 _LOG = logging.getLogger("flare")
 
 EXIT_LOST = 70
+CONSEQUENCE_SECONDS = 0.3
 GRACE_SECONDS = 0.5
 """Between the verdict and the end: the word to the API process and the log line have this long to get out."""
 
@@ -40,6 +41,16 @@ class Watchdog:
             self._doomed.set()
         self._tell(reason)
         _LOG.error("stopping: %s", reason)
+
+    def fail(self, error: Exception, what: str) -> None:
+        """The engine thread failed with ``error``. Where a rank was lost, that is only its consequence.
+
+        A collective fails at the same moment as the link of the rank that was in it, so the link is given a moment to
+        say so first. Call it in the exception's handler; blocks for that moment.
+        """
+        if not self._doomed.wait(CONSEQUENCE_SECONDS):
+            _LOG.exception("%s failed", what)
+            self.doom(f"{what} failed: {type(error).__name__}: {error}")
 
     def disarm(self) -> None:
         """The process is ending in order; what is lost from now on is no loss."""

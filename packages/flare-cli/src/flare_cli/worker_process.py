@@ -6,7 +6,6 @@ Owns the process's last word: a start that failed, a loss, or an end in order. W
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import socket
@@ -21,8 +20,6 @@ from flare_core.errors import FlareError
 from flare_transport import TransportError, local_link
 
 __all__ = ["main"]
-
-_LOG = logging.getLogger("flare")
 
 
 def main() -> None:
@@ -57,18 +54,19 @@ def _serve(api: ApiLink, watchdog: Watchdog) -> int:
         try:
             rank.start()
         except (FlareError, TransportError) as error:
-            api.notify(StartFailed(str(error), getattr(error, "exit_code", 1)))
-            return getattr(error, "exit_code", 1)
+            code: int = getattr(error, "exit_code", 1)
+            api.notify(StartFailed(str(error), code))
+            rank.close()
+            return code
         rank.serve()
+        rank.close()
     except FlareError as error:
         watchdog.doom(str(error))
         return EXIT_LOST
     except Exception as error:  # noqa: BLE001  the process ends here, and the group with it
-        _LOG.exception("the engine failed")
-        watchdog.doom(f"the engine failed: {type(error).__name__}: {error}")
+        watchdog.fail(error, "the engine")
         return EXIT_LOST
-    finally:
-        rank.close()
+    # Only an end in order is told to the peers; after a loss their links just break, so that they end as lost, too.
     return 0
 
 

@@ -192,3 +192,11 @@ def test_work_is_cancelled_when_the_client_disconnects_first():
 def test_a_request_with_too_many_outputs_is_refused(make_server):
     server = make_server(limits=Limits(max_choices=8))
     assert server.post("/v1/completions", {"prompt": ["a"] * 5, "n": 2}).status_code == 400
+
+
+def test_health_waits_for_the_tokenizer_too(make_server):
+    server = make_server()
+    assert server.get("/health").json()["status"] == "ready"
+    server.service.model = None
+    assert server.get("/health").status_code == 503
+    assert server.get("/v1/models").status_code == 503

@@ -1,1 +1,1 @@
-"""The subcommands of ``flare``, one file each. Importing one loads click and little else; bodies import what they run."""
+"""The subcommands of ``flare``, one file each. Importing one loads click and little else; bodies import the rest."""

@@ -185,9 +185,11 @@ async def detokenize(request: Request) -> ASGIApp:
 
 async def health(request: Request) -> ASGIApp:
     """``GET /health``: 200 while requests are taken, else 503; what for, in words."""
-    engine = service_of(request).engine
-    status = 200 if engine.state is EngineState.READY else 503
-    return _json({"status": engine.state, "detail": engine.detail}, status)
+    service = service_of(request)
+    engine = service.engine
+    if engine.state is EngineState.READY and service.model is None:
+        return _json({"status": EngineState.STARTING, "detail": "reading the tokenizer"}, 503)
+    return _json({"status": engine.state, "detail": engine.detail}, 200 if engine.state is EngineState.READY else 503)
 
 
 async def metrics(request: Request) -> ASGIApp:

@@ -134,7 +134,9 @@ def test_a_lost_rank_ends_streams_unfinished_and_the_group(make_ranks, victim):
 def test_a_lost_api_process_takes_its_worker_and_the_peers_along(make_ranks):
     ranks = make_ranks(world_size=2, config=PLAIN).start()
     worker = ranks.worker_pid()
-    ranks.processes[0].kill()
+    with httpx.stream("POST", f"{ranks.url}/v1/completions", json={"prompt": "x", **LONG}, timeout=60) as response:
+        next(events_of(response))  # the engine is in the middle of work
+        ranks.processes[0].kill()
     assert ranks.wait()[1] == 70
     with contextlib.suppress(ProcessLookupError):
         deadline = time.monotonic() + 10
