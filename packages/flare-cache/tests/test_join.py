@@ -390,7 +390,6 @@ MANY = [record(1), record(2)]
         [Confirmed(bytes(32))],
         [Applied(0, 0, 0)],
         [hello(), Confirmed(b"another digest")],
-        [hello(), hello()],
     ],
 )
 def test_a_message_out_of_turn_fails_the_join_on_every_rank(messages):

@@ -153,9 +153,13 @@ class _Group:
             self.links[rank] = local_link(here, name=f"record link to rank {rank}")
             place = [str(rank), str(world_size), str(there.fileno()), str(plan.root or "")]
             command = [sys.executable, "-m", "flare_qualify.bench_cache_planning", "--peer", *place]
-            process = subprocess.Popen(command, pass_fds=[there.fileno()])
+            process = subprocess.Popen(command, pass_fds=[there.fileno()], stdout=subprocess.PIPE)
             there.close()
-            stack.callback(process.wait)
+            peers.append(stack.enter_context(process))
+        for process in peers:
+            # Rank zero begins when all have imported and opened what they need; links are silent until then.
+            if process.stdout is None or not process.stdout.readline():
+                raise RuntimeError("a peer ended before it began")
 
     def start(self) -> LeaderGroup:
         return start_leader(
@@ -188,13 +192,17 @@ def _measure_join(num_records: int, directory: Path, *, world_size: int) -> dict
         for geometry in plan.geometries:
             _write_records(root / f"rank{geometry.rank}", num_records, geometry=geometry, fingerprint=fingerprint)
         seconds: list[float] = []
+        reads: list[float] = []
+        leader_cpu: list[float] = []
         kept = 0
         for _ in range(3):
             with ExitStack() as stack:
                 group = _Group(plan, stack)
-                start = time.perf_counter()
+                reads.append(_read_files(root / "rank0"))
+                start, cpu_start = time.perf_counter(), time.process_time()
                 leader = group.start()
                 seconds.append(time.perf_counter() - start)
+                leader_cpu.append(time.process_time() - cpu_start)
                 kept = leader.report.num_kept
                 leader.dispatcher.close(10)
                 if group.rank.directory is not None:
@@ -203,7 +211,25 @@ def _measure_join(num_records: int, directory: Path, *, world_size: int) -> dict
             raise RuntimeError(f"{kept} of {num_records} records were kept")
     finally:
         shutil.rmtree(root)
-    return {"num_records": num_records, "world_size": world_size, "join_seconds": statistics.median(seconds)}
+    return {
+        "num_records": num_records,
+        "world_size": world_size,
+        "join_seconds": statistics.median(seconds),
+        "join_cpu_seconds_of_rank_zero": statistics.median(leader_cpu),
+        "reads_of_one_rank_seconds": statistics.median(reads),
+        "join_over_reads": statistics.median(one / other for one, other in zip(seconds, reads, strict=True)),
+    }
+
+
+def _read_files(path: Path) -> float:
+    """Merely open every file of one rank and read its first block; seconds."""
+    start = time.perf_counter()
+    with os.scandir(path) as entries:
+        for entry in entries:
+            descriptor = os.open(entry.path, os.O_RDONLY)
+            os.pread(descriptor, 4096, 0)
+            os.close(descriptor)
+    return time.perf_counter() - start
 
 
 def _write_records(path: Path, num_records: int, *, geometry: Geometry, fingerprint: bytes) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flare_cache.jobs import RecordIdentity
-from flare_core.keys import chain_keys
+from flare_core.keys import packed_chain_keys
 
 __all__ = ["CommonRun", "Record", "RecordIndex", "common_tokens"]
 
@@ -79,8 +79,12 @@ class Record:
 
     def page_keys(self) -> list[bytes]:
         """Chain keys of its whole pages; computed, not kept."""
-        ids = np.frombuffer(self.token_ids, dtype="<u4")
-        return chain_keys(self.identity.start_key, ids, self.identity.page_tokens)
+        identity = self.identity
+        if identity.tail_tokens:
+            return packed_chain_keys(identity.start_key, self.token_ids, identity.page_tokens)
+        # Without a tail the last page's key is the record's own.
+        inner = self.token_ids[: -_TOKEN_BYTES * identity.page_tokens]
+        return [*packed_chain_keys(identity.start_key, inner, identity.page_tokens), identity.key]
 
     def tail_boundary(self) -> bytes:
         """Chain key in front of the tail."""
@@ -218,7 +222,8 @@ class RecordIndex:
             raise ValueError(f"record {record.key.hex()} is in the index")
         self._records[record.key] = record
         for key in record.page_keys():
-            if self.holder(key) is None:
+            # The first holder of a page stays the one that is used, unless it is about to go.
+            if not self._pages.setdefault(key, record).is_usable:
                 self._pages[key] = record
         if record.parent is not None:
             record.parent.children[record.key] = record

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import enum
 import hashlib
+import itertools
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from flare_cache.index import Record, RecordIndex
 from flare_cache.record_plan import FileSizes
@@ -85,13 +88,8 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
         """Digest of record ``at``."""
         return self.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
 
-    def by_key(self) -> dict[bytes, int]:
-        """Positions by key."""
-        return {self.key(at): at for at in range(len(self))}
 
-
-@dataclass(frozen=True, slots=True)
-class KeptRecord:
+class KeptRecord(msgspec.Struct, frozen=True):
     """A record that stays, and what is left of it on every rank."""
 
     scanned: ScannedRecord
@@ -139,7 +137,7 @@ def kept_digest(summary: Summary, verdicts: bytes) -> bytes:
     kept = sorted(
         summary.key(at) + summary.digest(at) + bytes((verdict,))
         for at, verdict in enumerate(verdicts)
-        if verdict & _VERDICT_MASK == Verdict.KEPT
+        if not verdict & _VERDICT_MASK
     )
     return hashlib.sha256(b"flare/join/1" + b"".join(kept)).digest()
 
@@ -155,50 +153,74 @@ def agree(
         sizes: of this group's files.
         limit_bytes: what kept records may take on the rank where they are largest.
     """
-    places = {rank: summary.by_key() for rank, summary in others.items()}
-    fates: dict[bytes, int] = {}
+    summary = summarise(own)
+    fates, parts = _shared(summary, others)
     kept: dict[bytes, KeptRecord] = {}
-    for record in sorted(own, key=lambda one: one.identity.start):
-        verdict, parts = _shared_parts(record, others, places)
-        if verdict is Verdict.KEPT and not _extends_kept(record, kept):
-            verdict = Verdict.ORPHANED
-        has_tail, has_row = bool(parts & KEEP_TAIL), bool(parts & KEEP_ROW)
-        if verdict is Verdict.KEPT and not record.identity.num_pages and not has_tail:
-            verdict = Verdict.EMPTY
-        fates[record.identity.key] = verdict
-        if verdict is Verdict.KEPT:
+    places: dict[bytes, int] = {}
+    for at in sorted(range(len(own)), key=lambda place: own[place].identity.start):
+        record = own[at]
+        has_tail, has_row = bool(parts[at] & KEEP_TAIL), bool(parts[at] & KEEP_ROW)
+        if fates[at] == Verdict.KEPT and not _extends_kept(record, kept):
+            fates[at] = Verdict.ORPHANED
+        if fates[at] == Verdict.KEPT and not has_tail and record.identity.num_pages == 0:
+            fates[at] = Verdict.EMPTY
+        if fates[at] == Verdict.KEPT:
+            key = record.identity.key
             num_bytes = sizes.largest(record.identity, has_tail=has_tail, has_row=has_row)
-            kept[record.identity.key] = KeptRecord(record, has_tail, has_row, num_bytes)
-    oldest_first = _by_use(own, kept)
+            kept[key] = KeptRecord(record, has_tail, has_row, num_bytes)
+            places[key] = at
+            fates[at] = parts[at]
+    oldest_first = _by_use(places, kept)
     kept_bytes = sum(record.num_bytes for record in kept.values())
     num_evicted = 0
     while kept_bytes > limit_bytes:
-        gone = kept.pop(oldest_first[num_evicted])
-        kept_bytes -= gone.num_bytes
-        fates[gone.scanned.identity.key] = Verdict.OVER_LIMIT
+        key = oldest_first[num_evicted]
+        kept_bytes -= kept.pop(key).num_bytes
+        fates[places[key]] = Verdict.OVER_LIMIT
         num_evicted += 1
-    for key, left in kept.items():
-        fates[key] = Verdict.KEPT | (KEEP_TAIL if left.has_tail else 0) | (KEEP_ROW if left.has_row else 0)
-    verdicts = {0: bytes(fates[record.identity.key] for record in own)}
-    own_digests = {record.identity.key: record.invariant_digest for record in own}
-    for rank, summary in others.items():
-        verdicts[rank] = bytes(_peer_fate(summary, at, fates, own_digests) for at in range(len(summary)))
+    verdicts = {0: bytes(fates)}
+    for rank, other in others.items():
+        verdicts[rank] = _peer_verdicts(other, summary, fates)
     return Agreement(tuple(kept.values()), tuple(oldest_first[num_evicted:]), verdicts, kept_bytes)
 
 
-def _shared_parts(
-    record: ScannedRecord, others: Mapping[int, Summary], places: Mapping[int, Mapping[bytes, int]]
-) -> tuple[Verdict, int]:
-    """Whether every rank holds it, and which of tail and row every rank has."""
-    parts = (KEEP_TAIL if record.has_tail else 0) | (KEEP_ROW if record.has_row else 0)
-    for rank, summary in others.items():
-        at = places[rank].get(record.identity.key)
-        if at is None:
-            return Verdict.MISSING, 0
-        if summary.digest(at) != record.invariant_digest:
-            return Verdict.DIFFERS, 0
-        parts &= summary.parts[at]
-    return Verdict.KEPT, parts
+def _shared(own: Summary, others: Mapping[int, Summary]) -> tuple[list[int], list[int]]:
+    """For each of rank zero's records: KEPT if every rank holds it, or why not; and what every rank has of it."""
+    fates = np.zeros(len(own), dtype=np.uint8)
+    parts = np.frombuffer(own.parts, dtype=np.uint8)
+    for other in others.values():
+        at = _find(own.digests, other.digests)
+        absent = np.where(_find(own.keys, other.keys) < 0, np.uint8(Verdict.MISSING), np.uint8(Verdict.DIFFERS))
+        fates = np.where((at < 0) & (fates == Verdict.KEPT), absent, fates)
+        parts = np.where(at < 0, parts, parts & _taken(other.parts, at))
+    return fates.tolist(), parts.tolist()
+
+
+def _peer_verdicts(other: Summary, own: Summary, fates: Sequence[int]) -> bytes:
+    at = _find(other.digests, own.digests)
+    absent = np.where(_find(other.keys, own.keys) < 0, np.uint8(Verdict.MISSING), np.uint8(Verdict.DIFFERS))
+    return np.where(at < 0, absent, _taken(bytes(fates), at)).astype(np.uint8).tobytes()
+
+
+def _taken(values: bytes, at: NDArray[np.int64]) -> NDArray[np.uint8]:
+    """``values`` at those places; anything where the place is -1."""
+    return np.frombuffer(values or b"\0", dtype=np.uint8)[at]
+
+
+def _find(wanted: bytes, held: bytes) -> NDArray[np.int64]:
+    """For each 32-byte digest or key of ``wanted`` its place in ``held``, or -1.
+
+    Found by the first eight bytes and compared whole. Two different ones that begin alike, which no one will live to
+    see, may hide each other: a record is then taken as absent, never as another.
+    """
+    sought = np.frombuffer(wanted, dtype="<u8").reshape(-1, 4)
+    there = np.frombuffer(held, dtype="<u8").reshape(-1, 4)
+    if not len(there):
+        return np.full(len(sought), -1, dtype=np.int64)
+    order = np.argsort(there[:, 0], kind="stable")
+    places = np.minimum(np.searchsorted(there[order, 0], sought[:, 0]), len(there) - 1)
+    candidates = order[places]
+    return np.where((there[candidates] == sought).all(axis=1), candidates, -1)
 
 
 def _extends_kept(record: ScannedRecord, kept: Mapping[bytes, KeptRecord]) -> bool:
@@ -213,39 +235,26 @@ def _extends_kept(record: ScannedRecord, kept: Mapping[bytes, KeptRecord]) -> bo
     return above.start < identity.start <= above.end - above.tail_tokens
 
 
-def _by_use(own: Sequence[ScannedRecord], kept: dict[bytes, KeptRecord]) -> list[bytes]:
+def _by_use(places: dict[bytes, int], kept: dict[bytes, KeptRecord]) -> list[bytes]:
     """Keys of ``kept`` (parents first), oldest use first; a parent counts as used when its children were."""
-    last_use = {record.identity.key: position for position, record in enumerate(own)}
-    for key in reversed(kept):
-        parent_key = kept[key].scanned.identity.parent_key
-        if parent_key:
-            last_use[parent_key] = max(last_use[parent_key], last_use[key])
-    return sorted(kept, key=lambda key: (last_use[key], -kept[key].scanned.identity.start))
-
-
-def _peer_fate(summary: Summary, at: int, fates: Mapping[bytes, int], own_digests: Mapping[bytes, bytes]) -> int:
-    key = summary.key(at)
-    fate = fates.get(key)
-    if fate is None:
-        return Verdict.MISSING
-    if own_digests[key] != summary.digest(at):
-        return Verdict.DIFFERS
-    return fate
+    last_use = dict(places)
+    order: list[tuple[int, int, bytes]] = []
+    for key, record in reversed(kept.items()):
+        identity, used = record.scanned.identity, last_use[key]
+        if identity.parent_key:
+            last_use[identity.parent_key] = max(last_use[identity.parent_key], used)
+        order.append((used, -identity.start, key))
+    order.sort()
+    return [key for _, _, key in order]
 
 
 def common_bytes(summaries: Sequence[Summary]) -> int:
     """Bytes of the records that all of ``summaries`` hold alike, by the sizes of the first."""
     first, *rest = summaries
-    places = [summary.by_key() for summary in rest]
-    total = 0
-    for at in range(len(first)):
-        found = [place.get(first.key(at)) for place in places]
-        alike = all(
-            where is not None and summary.digest(where) == first.digest(at)
-            for summary, where in zip(rest, found, strict=True)
-        )
-        total += first.sizes[at] if alike else 0
-    return total
+    alike = np.ones(len(first), dtype=bool)
+    for summary in rest:
+        alike &= _find(first.digests, summary.digests) >= 0
+    return sum(itertools.compress(first.sizes, alike))
 
 
 def adopt(agreement: Agreement, page_tokens: int) -> RecordIndex:

@@ -7,9 +7,10 @@ caller, who also brings shelves, page memory and connected links.
 from __future__ import annotations
 
 import contextlib
+import gc
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from flare_cache.directory import RecordDirectory
@@ -157,6 +158,18 @@ class PeerGroup:
         return is_drained
 
 
+@contextlib.contextmanager
+def _collector_paused() -> Iterator[None]:
+    """A scan of 100,000 records makes millions of objects and no garbage: collections would double its time."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def start_leader(
     setup: RankSetup,
     links: Mapping[int, Link],
@@ -183,46 +196,30 @@ def start_leader(
         RuntimeError, OSError: no threads, or the directory cannot be read.
     """
     settings = setup.settings
-    world_size = settings.identity.world_size
     dispatcher = Dispatcher(
-        ShardedLeader(run_id=run_id, world_size=world_size, limits=limits or ShardedLimits()),
+        ShardedLeader(run_id=run_id, world_size=settings.identity.world_size, limits=limits or ShardedLimits()),
         on_outcome=on_outcome,
         on_poison=on_poison,
     )
     transport = setup.make_transport(dispatcher.finished_here, dispatcher.fault_here)
-    try:
-        inbox = JoinInbox()
-        for rank, link in links.items():
-            router = Router()
-            dispatcher.route(router, rank)
-            inbox.route(router, rank)
-            link.start(router, pulse=dispatcher.pulse)
-        transport.start()
-        scan = setup.scan()
-        sizes = FileSizes(settings.identity.geometries)
-        leader = JoinLeader(
-            make_statement(settings, setup.geometry, setup.directory, scan),
-            scan.records if scan is not None else [],
-            world_size=world_size,
-            sizes=sizes,
-            accept_loss=settings.accept_loss,
-            draw_set_id=lambda: secrets.token_bytes(_STORE_ID_BYTES),
-        )
-        joined = join_as_leader(
-            leader, links, inbox, lambda effect: setup.apply(scan, effect), timeout_seconds=timeout_seconds
-        )
-    except BaseException as error:
-        lines = [str(error) or type(error).__name__]
-        _abandon(transport, links, Refused(lines, isinstance(error, ConfigurationMismatch)))
-        raise
-    bounds = record_bounds(
-        settings.identity.geometries,
-        min_tail_tokens=settings.min_tail_tokens,
-        max_record_bytes=settings.max_record_bytes,
-    )
+    sizes = FileSizes(settings.identity.geometries)
+    with _collector_paused():
+        try:
+            inbox = _start_links(dispatcher, links)
+            transport.start()
+            joined = _join_leader(setup, sizes, links, inbox, timeout_seconds)
+        except BaseException as error:
+            lines = [str(error) or type(error).__name__]
+            _abandon(transport, links, Refused(lines, isinstance(error, ConfigurationMismatch)))
+            raise
+        tiers = _tiers(settings, joined)
     store = TierStore(
-        _tiers(settings, joined, scan),
-        bounds=bounds,
+        tiers,
+        bounds=record_bounds(
+            settings.identity.geometries,
+            min_tail_tokens=settings.min_tail_tokens,
+            max_record_bytes=settings.max_record_bytes,
+        ),
         sizes=sizes,
         jobs=dispatcher,
         has_rows=setup.geometry.row_bytes > 0,
@@ -232,6 +229,33 @@ def start_leader(
     )
     dispatcher.start(transport, links)
     return LeaderGroup(store, dispatcher, transport, joined.report, setup)
+
+
+def _start_links(dispatcher: Dispatcher, links: Mapping[int, Link]) -> JoinInbox:
+    inbox = JoinInbox()
+    for rank, link in links.items():
+        router = Router()
+        dispatcher.route(router, rank)
+        inbox.route(router, rank)
+        link.start(router, pulse=dispatcher.pulse)
+    return inbox
+
+
+def _join_leader(
+    setup: RankSetup, sizes: FileSizes, links: Mapping[int, Link], inbox: JoinInbox, timeout_seconds: float
+) -> Finished:
+    scan = setup.scan()
+    leader = JoinLeader(
+        make_statement(setup.settings, setup.geometry, setup.directory, scan),
+        scan.records if scan is not None else [],
+        world_size=setup.settings.identity.world_size,
+        sizes=sizes,
+        accept_loss=setup.settings.accept_loss,
+        draw_set_id=lambda: secrets.token_bytes(_STORE_ID_BYTES),
+    )
+    return join_as_leader(
+        leader, links, inbox, lambda effect: setup.apply(scan, effect), timeout_seconds=timeout_seconds
+    )
 
 
 def start_peer(
@@ -257,34 +281,36 @@ def start_peer(
     router, inbox = Router(), JoinInbox()
     service.route(router)
     inbox.route(router, 0)
-    try:
-        link.start(router, pulse=service.pulse)
-        # Threads and directory first: a rank that cannot open them fails the join, not serving.
-        transport.start()
-        scan = setup.scan()
-        statement = make_statement(setup.settings, setup.geometry, setup.directory, scan)
-        joined = join_as_peer(
-            JoinPeer(statement, scan.records if scan is not None else []),
-            link,
-            inbox,
-            lambda effect: setup.apply(scan, effect),
-            timeout_seconds=timeout_seconds,
-        )
-    except BaseException as error:
-        _abandon(transport, {0: link}, Broken(str(error) or type(error).__name__))
-        raise
+    with _collector_paused():
+        try:
+            link.start(router, pulse=service.pulse)
+            # Threads and directory first: a rank that cannot open them fails the join, not serving.
+            transport.start()
+            joined = _join_peer(setup, link, inbox, timeout_seconds)
+        except BaseException as error:
+            _abandon(transport, {0: link}, Broken(str(error) or type(error).__name__))
+            raise
     service.serve()
     return PeerGroup(service, transport, joined.report, setup)
 
 
-def _tiers(settings: CacheSettings, joined: Finished, scan: Scan | None) -> dict[Tier, TierContent]:
+def _join_peer(setup: RankSetup, link: Link, inbox: JoinInbox, timeout_seconds: float) -> Finished:
+    scan = setup.scan()
+    peer = JoinPeer(
+        make_statement(setup.settings, setup.geometry, setup.directory, scan),
+        scan.records if scan is not None else [],
+    )
+    return join_as_peer(peer, link, inbox, lambda effect: setup.apply(scan, effect), timeout_seconds=timeout_seconds)
+
+
+def _tiers(settings: CacheSettings, joined: Finished) -> dict[Tier, TierContent]:
     """Each configured tier as it begins: memory empty, disk with what was agreed."""
     tiers: dict[Tier, TierContent] = {}
     page_tokens = settings.identity.page_tokens
     report, agreement = joined.report, joined.agreement
     if settings.memory_bytes is not None:
         tiers[Tier.MEMORY] = TierContent(RecordIndex(page_tokens), Budget(report.memory_limit_bytes))
-    if scan is not None and agreement is not None:
+    if settings.has_disk and agreement is not None:
         charged = agreement.kept_bytes + report.left_bytes
         tiers[Tier.DISK] = TierContent(adopt(agreement, page_tokens), Budget(report.disk_limit_bytes, charged))
     return tiers

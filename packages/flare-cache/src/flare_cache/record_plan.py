@@ -70,9 +70,18 @@ class FileSizes:
     def __init__(self, geometries: Sequence[Geometry]) -> None:
         # Ranks often have equal pages and rows; each pair of sizes is computed once.
         self._strides = tuple({(geometry.page_bytes, geometry.row_stride) for geometry in geometries})
+        # A size follows from few numbers, and few combinations of them occur.
+        self._known: dict[tuple[int, int, bool, bool, bool], int] = {}
 
     def largest(self, identity: RecordIdentity, *, has_tail: bool, has_row: bool) -> int:
         """Size of the file when only this much is left of the tail and row that ``identity`` names."""
+        shape = (identity.end - identity.start, identity.tail_tokens, identity.has_row, has_tail, has_row)
+        size = self._known.get(shape)
+        if size is None:
+            size = self._known[shape] = self._compute(identity, has_tail=has_tail, has_row=has_row)
+        return size
+
+    def _compute(self, identity: RecordIdentity, *, has_tail: bool, has_row: bool) -> int:
         sizes: list[int] = []
         for page_bytes, row_stride in self._strides:
             layout = file_layout(identity, page_bytes=page_bytes, row_stride=row_stride)

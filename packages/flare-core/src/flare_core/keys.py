@@ -14,7 +14,16 @@ import struct
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["TokenIds", "chain_keys", "next_key", "root_key", "salt_key_id", "tenant_salt", "token_array"]
+__all__ = [
+    "TokenIds",
+    "chain_keys",
+    "next_key",
+    "packed_chain_keys",
+    "root_key",
+    "salt_key_id",
+    "tenant_salt",
+    "token_array",
+]
 
 TokenIds = NDArray[np.uint32]
 """One-dimensional array of token ids, dtype ``<u4``."""
@@ -43,8 +52,13 @@ def next_key(parent: bytes, token_ids: TokenIds) -> bytes:
 
 def chain_keys(root: bytes, token_ids: TokenIds, page_tokens: int) -> list[bytes]:
     """Keys of the whole pages of ``token_ids``, in order; a partial page at the end has no key here."""
+    return packed_chain_keys(root, token_ids.tobytes(), page_tokens)
+
+
+def packed_chain_keys(root: bytes, token_ids: bytes, page_tokens: int) -> list[bytes]:
+    """:func:`chain_keys` of ids that are packed already, u32 little endian."""
     keys: list[bytes] = []
-    data = memoryview(token_ids.tobytes())
+    data = memoryview(token_ids)
     step = 4 * page_tokens
     prefix = b"flare/key/1"
     count = _COUNT.pack(page_tokens)
