@@ -144,7 +144,8 @@ class TransformersSide:
     def _prompt(self, context: int, batch: int) -> torch.Tensor:
         return torch.tensor([prompt_ids(context, self.model.config.vocab_size)] * batch)
 
-    def _generate(self, input_ids: torch.Tensor, num_tokens: int, **more: Any) -> list[float]:
+    def generate(self, input_ids: torch.Tensor, num_tokens: int, **more: Any) -> list[float]:
+        """Greedy, exactly ``num_tokens`` outputs; when each step's tokens were there."""
         clock = _Clock()
         self.model.generate(
             input_ids,
@@ -170,7 +171,7 @@ class TransformersSide:
     @torch.inference_mode()
     def decode(self, num_tokens: int) -> float:
         """Tokens per second of ``num_tokens`` steps of ``generate`` from the filled cache."""
-        times = self._generate(self.input_ids, num_tokens + 1, cache=self.cache)
+        times = self.generate(self.input_ids, num_tokens + 1, cache=self.cache)
         self.cache.crop(self.input_ids.shape[1] - 1 - self.cache.get_seq_length())  # negative: how many to remove
         return self.input_ids.shape[0] * num_tokens / (times[-1] - times[0])
 
@@ -179,5 +180,5 @@ class TransformersSide:
         """Prompt tokens per second until the first tokens are there."""
         input_ids = self._prompt(context, batch)
         begin = perf_counter()
-        self._generate(input_ids, 1)
+        self.generate(input_ids, 1)
         return context * batch / (perf_counter() - begin)
