@@ -50,18 +50,18 @@ class Half:
     def start(self, *, timeout_seconds: float = 30.0) -> str:
         """Start the real rank; what its error says."""
         with pytest.raises(FlareError) as caught:
-            if self.rank.rank == 0:
-                start_leader(
-                    self.rank.setup, {1: self.link}, run_id=RUN_ID, on_outcome=lambda: None,
-                    on_poison=lambda _: None, timeout_seconds=timeout_seconds,
-                )  # fmt: skip
-            else:
-                start_peer(
-                    self.rank.setup, self.link, run_id=RUN_ID, on_end=lambda _: None, timeout_seconds=timeout_seconds
-                )
+            self._start(timeout_seconds)
         self.rank.directory.close()
         self.other.close()
         return str(caught.value)
+
+    def _start(self, timeout_seconds: float) -> None:
+        setup, link = self.rank.setup, self.link
+        if self.rank.rank == 1:
+            start_peer(setup, link, run_id=RUN_ID, on_end=lambda _: None, timeout_seconds=timeout_seconds)
+            return
+        quiet = {"on_outcome": lambda: None, "on_poison": lambda _: None}
+        start_leader(setup, {1: link}, run_id=RUN_ID, timeout_seconds=timeout_seconds, **quiet)
 
 
 def test_a_peer_that_says_nothing_is_named_when_time_is_up(tmp_path):
