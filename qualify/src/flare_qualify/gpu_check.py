@@ -82,14 +82,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         group.kill_all()
     cold = answers["cold"]
     table = Table(title=f"{settings.shape}, {settings.world_size} GPUs, {cold.prompt_tokens} prompt tokens")
-    for column in ("phase", "TTFT s", "device", "disk", "total variation", "same text"):
+    for column in ("phase", "TTFT s", "device", "disk", "total variation", "first at", "same text"):
         table.add_column(column, justify="right")
     agree = True
     for name, answer in answers.items():
-        distance = total_variation(cold.logprobs, answer.logprobs)
+        by_position = [
+            total_variation([one], [other]) for one, other in zip(cold.logprobs, answer.logprobs, strict=True)
+        ]
+        distance = max(by_position)
+        first = next((position for position, here in enumerate(by_position) if here > 0), None)
         agree = agree and distance == 0.0 and answer.text == cold.text
         cached = answer.cached_tokens
-        cells = f"{answer.ttft_seconds:.3f}", str(cached["device"]), str(cached["disk"]), f"{distance:.1e}"
+        cells = f"{answer.ttft_seconds:.3f}", str(cached["device"]), str(cached["disk"]), f"{distance:.1e}", str(first)
         table.add_row(name, *cells, str(answer.text == cold.text))
     Console(width=110).print(table)
     sizes = [sum(file.num_bytes for file in group.record_files(rank)) for rank in range(group.world_size)]

@@ -1,7 +1,8 @@
 """Paged attention in plain torch operations, for CUDA: gather, mask, scaled dot product.
 
 Right before fast: every step gathers. What a mask hides is zeroed first, so that no byte of another sequence can
-reach a result, not even as NaN.
+reach a result, not even as NaN. cuDNN's kernels are never used: on an H200 the same input gave other bits from call to
+call, and a restored prefix must give the bits of the cold one.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from flare_core.compute.attention import AttentionPlan, BatchRow
 from flare_core.compute.kv_memory import KvMemory
 
 __all__ = ["GatherAttention"]
+
+# For one row a plain product reads each key once on all multiprocessors; for a chunk its scores would not fit.
+_ROW_BACKENDS = [SDPBackend.MATH]
+_CHUNK_BACKENDS = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class GatherAttention:
@@ -81,5 +87,8 @@ class _Plan:
         keys = gathered[:, :, 0].flatten(1, 2).masked_fill(self._hidden, 0).transpose(1, 2)
         values = gathered[:, :, 1].flatten(1, 2).masked_fill(self._hidden, 0).transpose(1, 2)
         heads = query.reshape(num_sequences, -1, *query.shape[1:]).transpose(1, 2)
-        output = F.scaled_dot_product_attention(heads, keys, values, attn_mask=self._mask, enable_gqa=True)
+        group = heads.shape[1] // keys.shape[1]
+        keys, values = keys.repeat_interleave(group, 1), values.repeat_interleave(group, 1)
+        with sdpa_kernel(_CHUNK_BACKENDS if heads.shape[2] > 1 else _ROW_BACKENDS):
+            output = F.scaled_dot_product_attention(heads, keys, values, attn_mask=self._mask)
         return output.transpose(1, 2).reshape(query.shape[0], -1)

@@ -59,11 +59,13 @@ class SingleRank:
 class GroupCollectives:
     """Collectives over one process group of torch."""
 
-    def __init__(self, group: Any, *, rank: int, world_size: int) -> None:
+    def __init__(self, group: Any, store: Store, *, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
         self.num_collectives = 0
         self._group = group
+        # NCCL comes back to the store with the first collective; the group does not keep the Python object alive.
+        self._store = store
 
     def all_reduce_(self, tensor: torch.Tensor) -> None:
         """As :meth:`TensorCollectives.all_reduce_`."""
@@ -149,9 +151,11 @@ def connect_collectives(
     if device.type == "cuda":
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
-        return GroupCollectives(dist.ProcessGroupNCCL(store, rank, world_size, nccl), rank=rank, world_size=world_size)
+        return GroupCollectives(
+            dist.ProcessGroupNCCL(store, rank, world_size, nccl), store, rank=rank, world_size=world_size
+        )
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=bind_address)]
     options._timeout = timeout
-    return GroupCollectives(gloo(store, rank, world_size, options), rank=rank, world_size=world_size)
+    return GroupCollectives(gloo(store, rank, world_size, options), store, rank=rank, world_size=world_size)

@@ -1,8 +1,7 @@
 """The parts of a decoder layer as one rank holds them: projections, norms, and what they do to rows.
 
 A single row takes a matrix-vector product, so that a row computed alone has one fixed shape whatever else a step
-does. A few rows take weights that oneDNN has laid out for them, where the loader packed some: a tall weight read for
-8 rows costs two thirds of what it costs as it is stored (figures in ``docs/decisions.md``).
+does. Few rows take the weight's 16-bit copy where the loader made one.
 """
 
 from __future__ import annotations
@@ -13,21 +12,18 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows
 
+from flare_core.compute.half_weights import MAX_ROWS, HalfWeight
+
 __all__ = ["LayerWeights", "Projection", "RmsNorm", "project", "project_onto", "rms_norm", "silu_product"]
-
-_MAX_PACKED_ROWS = 128
-"""With more rows the packed layout gains nothing."""
-
-_linear_packed = torch.ops.mkldnn._linear_pointwise
 
 
 @dataclass(frozen=True, slots=True)
 class Projection:
-    """``x @ weight.T + bias``; ``weight`` [out, in], ``bias`` [out] or None, ``packed`` the weight as oneDNN has it."""
+    """``x @ weight.T + bias``; ``weight`` [out, in], ``bias`` [out] or None, ``half`` the weight in 16 bits or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-    packed: torch.Tensor | None = None
+    half: HalfWeight | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,18 +73,23 @@ class LayerWeights:
 
 def project(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
     """[M, in] to [M, out]."""
+    half = projection.half
+    if half is not None and rows.shape[0] <= MAX_ROWS:
+        product = half.product(rows * half.unscale)
+        return product if projection.bias is None else product.add_(projection.bias)
     if rows.shape[0] == 1:
         if projection.bias is None:
             return torch.mv(projection.weight, rows[0]).unsqueeze(0)
         return torch.addmv(projection.bias, projection.weight, rows[0]).unsqueeze(0)
-    if projection.packed is not None and rows.shape[0] <= _MAX_PACKED_ROWS:
-        return _linear_packed(rows, projection.packed, projection.bias, "none", [], "")  # type: ignore[no-any-return]
     return F.linear(rows, projection.weight, projection.bias)
 
 
 def project_onto(residual: torch.Tensor, rows: torch.Tensor, projection: Projection) -> torch.Tensor:
-    """``residual`` [M, out] plus the projected rows, the sum made inside the product."""
-    if rows.shape[0] == 1:
+    """``residual`` [M, out] plus the projected rows."""
+    half = projection.half
+    if half is not None and rows.shape[0] <= MAX_ROWS:
+        summed = torch.add(residual, half.product(rows), alpha=half.unscale)
+    elif rows.shape[0] == 1:
         summed = torch.addmv(residual[0], projection.weight, rows[0]).unsqueeze(0)
     else:
         summed = torch.addmm(residual, rows, projection.weight.t())

@@ -66,9 +66,12 @@ class _TorchStep:
     num_top: tuple[int | None, ...]
     raw: RawLogprobs | None
     prompt_parts: tuple[_PromptPart, ...]
+    finished: torch.cuda.Event | None
 
     def result(self) -> StepResult:
         """Block until the device has finished the step; then what it gave."""
+        if self.finished is not None:
+            self.finished.synchronize()
         token_ids = [] if self.tokens is None else self.tokens.tolist()
         entries: Sequence[TokenLogprobs | None] = [None] * len(token_ids)
         if self.raw is not None:
@@ -122,7 +125,7 @@ class TorchRunner:
         if decode:
             hidden.append(self._decode(decode))
         if not hidden:
-            return _TorchStep(plan.step, (), None, (), None, tuple(prompt_parts))
+            return _TorchStep(plan.step, (), None, (), None, tuple(prompt_parts), self._mark())
         sampled = first + decode
         tokens, raw = self._sample(sampled, hidden)
         order = _plan_order(plan.runs, sampled)
@@ -138,7 +141,16 @@ class TorchRunner:
             num_top=tuple(self._slot(run.slot).sampling.params.logprobs for run in sampled),
             raw=raw,
             prompt_parts=tuple(prompt_parts),
+            finished=self._mark(),
         )
+
+    def _mark(self) -> torch.cuda.Event | None:
+        """The point that the device's queue has reached, for steps that give nothing to wait for; None on the CPU."""
+        if self._device.type != "cuda":
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
 
     def _slot(self, slot: int) -> _Slot:
         state = self._slots[slot]

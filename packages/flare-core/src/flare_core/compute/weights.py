@@ -1,4 +1,4 @@
-"""Reads one rank's weights and makes them ready: fused, interleaved for rotation, packed where that pays.
+"""Reads one rank's weights and makes them ready: fused, interleaved for rotation, halved where that is exact.
 
 Knows the names that checkpoints use and the form that :mod:`flare_core.compute.layers` wants.
 """
@@ -11,6 +11,7 @@ import torch
 
 from flare_core.compute.checkpoint import Checkpoint
 from flare_core.compute.collectives import TensorCollectives
+from flare_core.compute.half_weights import half_weight, supports_half_weights
 from flare_core.compute.identity import Progress
 from flare_core.compute.layers import LayerWeights, Projection, RmsNorm
 from flare_core.compute.model_config import ModelConfig
@@ -20,10 +21,8 @@ from flare_core.compute.tensor_layout import EMBEDDING, FINAL_NORM, HEAD, RankSh
 
 __all__ = ["load_model"]
 
-_MAX_PACKED_BYTES: Final = 2 << 30
-"""Memory that packed copies may take on a rank: the head first, then the layers' tall weights in order."""
-
-_PACKED_FOR_ROWS: Final = 8
+_MAX_HALF_BYTES: Final = 4 << 30
+"""Memory that 16-bit copies may take on a rank: the head first, then the layers in order."""
 
 
 class _Reader:
@@ -58,21 +57,22 @@ class _Reader:
         return self.read(name) if name in self._parts else None
 
 
-class _Packer:
-    """Adds oneDNN's layout to tall weights, while the extra copies stay below :data:`_MAX_PACKED_BYTES`."""
+class _Halver:
+    """Adds 16-bit copies to projections, while those copies stay below :data:`_MAX_HALF_BYTES`."""
 
     def __init__(self, *, is_worth_it: bool) -> None:
-        self._left_bytes = _MAX_PACKED_BYTES if is_worth_it else 0
+        self._left_bytes = _MAX_HALF_BYTES if is_worth_it and supports_half_weights() else 0
 
-    def pack(self, projection: Projection) -> Projection:
-        """The projection, with a packed copy where there is room for one."""
+    def add(self, projection: Projection) -> Projection:
+        """The projection, with a 16-bit copy where there is room for one and it is exact."""
         weight = projection.weight
-        size = weight.numel() * weight.element_size()
+        size = 2 * weight.numel()
         if not 0 < size <= self._left_bytes:
             return projection
-        self._left_bytes -= size
-        packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACKED_FOR_ROWS)
-        return Projection(weight, projection.bias, packed)
+        half = half_weight(weight)
+        if half is not None:
+            self._left_bytes -= size
+        return Projection(weight, projection.bias, half)
 
 
 def load_model(
@@ -92,10 +92,10 @@ def load_model(
     config = checkpoint.config
     reader = _Reader(checkpoint, shard, dtype=dtype, device=device, progress=progress)
     embedding = reader.read(EMBEDDING)
-    packer = _Packer(is_worth_it=device.type == "cpu" and dtype == torch.float32)
-    head = packer.pack(Projection(embedding if config.tied else reader.read(HEAD)))
+    halver = _Halver(is_worth_it=device.type == "cpu" and dtype == torch.float32)
+    head = halver.add(Projection(embedding if config.tied else reader.read(HEAD)))
     layers = tuple(
-        _load_layer(reader, packer, config, shard, f"model.layers.{index}.") for index in range(config.num_layers)
+        _load_layer(reader, halver, config, shard, f"model.layers.{index}.") for index in range(config.num_layers)
     )
     return ShardedModel(
         config=config,
@@ -109,15 +109,15 @@ def load_model(
     )
 
 
-def _load_layer(reader: _Reader, packer: _Packer, config: ModelConfig, shard: RankShard, prefix: str) -> LayerWeights:
+def _load_layer(reader: _Reader, halver: _Halver, config: ModelConfig, shard: RankShard, prefix: str) -> LayerWeights:
     return LayerWeights(
         attention_norm=RmsNorm.create(reader.read(prefix + "input_layernorm.weight"), config.rms_norm_eps),
-        qkv=_load_qkv(reader, config, prefix + "self_attn."),
+        qkv=halver.add(_load_qkv(reader, config, prefix + "self_attn.")),
         head_norm=_load_head_norm(reader, config, shard, prefix + "self_attn."),
-        output=_load_summed(reader, shard, prefix + "self_attn.o_proj."),
+        output=halver.add(_load_summed(reader, shard, prefix + "self_attn.o_proj.")),
         mlp_norm=RmsNorm.create(reader.read(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps),
-        gate_up=packer.pack(_load_stacked(reader, config.mlp_bias, prefix + "mlp.")),
-        down=_load_summed(reader, shard, prefix + "mlp.down_proj."),
+        gate_up=halver.add(_load_stacked(reader, config.mlp_bias, prefix + "mlp.")),
+        down=halver.add(_load_summed(reader, shard, prefix + "mlp.down_proj.")),
     )
 
 
