@@ -59,7 +59,9 @@ def make_requests(num_requests, *, shared=40, temperature=0.0, num_tokens=6):
         EngineRequest(
             request_id=f"r{index}",
             token_ids=np.concatenate([head, generator.integers(0, 3000, 3 + 9 * index)]).astype("<u4").tobytes(),
-            params=SamplingParams(max_tokens=num_tokens + 3 * index, temperature=temperature, seed=index, presence_penalty=0.3),
+            params=SamplingParams(
+                max_tokens=num_tokens + 3 * index, temperature=temperature, seed=index, presence_penalty=0.3
+            ),
         )
         for index in range(num_requests)
     ]

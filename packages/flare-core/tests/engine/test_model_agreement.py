@@ -23,6 +23,8 @@ MODELS = {
     "llama-biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "llama-llama3": ("llama", {"rope_parameters": LLAMA3}),
     "llama-linear": ("llama", {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 5000.0}}),
+    "llama-stored-bf16": ("llama", {"dtype": "bfloat16", "attention_bias": True}),
+    "qwen3-tied-stored-bf16": ("qwen3", {"dtype": "bfloat16", "tie_word_embeddings": True}),
     "llama-empty-shares": ("llama", {"vocab_size": 1500, "intermediate_size": 100}),
     "qwen2": ("qwen2", {}),
     "qwen2-tied-yarn": ("qwen2", {"tie_word_embeddings": True, "rope_parameters": YARN}),

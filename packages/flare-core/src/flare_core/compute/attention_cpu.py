@@ -47,11 +47,11 @@ class CpuAttention:
             self._scratch = self._scratch.new_zeros((2, room, *self._scratch.shape[2:]))
         return self._scratch[:, :num_pages]
 
-    def gather(self, layer: int, page_ids: torch.Tensor, scratch: torch.Tensor) -> None:
-        """Keys and values of ``page_ids`` [P] into ``scratch`` [2, P, token, head, dim]."""
-        keys, values = self._gather_from[layer]
-        torch.index_select(keys, 0, page_ids, out=scratch[0].view(len(page_ids), -1))
-        torch.index_select(values, 0, page_ids, out=scratch[1].view(len(page_ids), -1))
+    def gather(self, layer: int, page_ids: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Keys and values of ``page_ids`` [P] into scratch, each [P, token * head * dim]."""
+        pool_keys, pool_values = self._gather_from[layer]
+        torch.index_select(pool_keys, 0, page_ids, out=keys)
+        torch.index_select(pool_values, 0, page_ids, out=values)
 
     def layer(self, layer: int) -> torch.Tensor:
         """[page, k|v, token, head, dim] of one layer, in the pool."""
@@ -84,13 +84,17 @@ class _Chunk:
         num_past = -(-start // size)
         self._past_ids = torch.tensor(pages[:num_past], dtype=torch.int64)
         self._start = start
-        self._scratch = backend.reserve(num_past) if start else None
+        scratch = backend.reserve(num_past)
+        self._keys, self._values = scratch.flatten(2).unbind(0)
+        # [k|v, KV heads, 1, start, D]: what came before the chunk, as attention reads it.
+        self._past = scratch.flatten(1, 2)[:, :start].permute(0, 2, 1, 3).unsqueeze(2)
 
     def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         num_tokens, num_heads, dim = query.shape
         num_kv_heads = key_value.shape[2]
         group = num_heads // num_kv_heads
-        past = self._gather_past(layer)
+        if self._start:
+            self._backend.gather(layer, self._past_ids, self._keys, self._values)
         pool = self._backend.layer(layer)
         for page, slot, token, count in self._writes:
             pool[page, :, slot : slot + count].copy_(key_value[token : token + count].transpose(0, 1))
@@ -98,20 +102,12 @@ class _Chunk:
         heads = query.view(num_tokens, num_kv_heads, group, dim).permute(1, 2, 0, 3)
         keys, values = key_value.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, group, -1, -1).unbind(0)
         own, own_lse = _flash(heads, keys, values, 0.0, True)
-        if past is None:
+        if not self._start:
             return _tokens_first(own)
-        expanded = (num_kv_heads, group, self._start, dim)
-        earlier, earlier_lse = _flash(heads, past[0].expand(expanded), past[1].expand(expanded))
+        past = self._past.expand(-1, -1, group, -1, -1)
+        earlier, earlier_lse = _flash(heads, past[0], past[1])
         weight = torch.sigmoid(earlier_lse - own_lse).unsqueeze(-1)
         return _tokens_first(torch.lerp(own, earlier, weight.to(own.dtype)))
-
-    def _gather_past(self, layer: int) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Keys and values of the tokens before the chunk, each [KV heads, 1, start, D]."""
-        if self._scratch is None:
-            return None
-        self._backend.gather(layer, self._past_ids, self._scratch)
-        tokens = self._scratch.flatten(1, 2)[:, : self._start].permute(0, 2, 1, 3).unsqueeze(2)
-        return tokens[0], tokens[1]
 
 
 def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
@@ -120,14 +116,15 @@ def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
 
 
 class _Batch:
-    """Decode: one token of each sequence."""
+    """Decode: one token of each sequence. Views are made here, once a step, and not once a layer."""
 
     def __init__(self, backend: CpuAttention, rows: Sequence[BatchRow]) -> None:
         self._backend = backend
         size = backend.page_tokens
         page_ids: list[int] = []
-        self._scratch = backend.reserve(sum(row.position // size + 1 for row in rows))
-        tokens = self._scratch.flatten(1, 2)
+        scratch = backend.reserve(sum(row.position // size + 1 for row in rows))
+        self._keys, self._values = scratch.flatten(2).unbind(0)
+        tokens = scratch.flatten(1, 2)
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
         for row in rows:
             first = len(page_ids) * size
@@ -137,25 +134,25 @@ class _Batch:
         self._page_ids = torch.tensor(page_ids, dtype=torch.int64)
         pages = [row.pages[row.position // size] for row in rows]
         slots = [row.position % size for row in rows]
-        if len(rows) == 1:
-            self._targets: Sequence[torch.Tensor] = backend.views[pages[0], :, :, slots[0]].unbind(0)
-        self._where = (
-            torch.tensor(pages).unsqueeze(1),
-            torch.tensor([[0, 1]]),
-            torch.tensor(slots).unsqueeze(1),
-        )
+        self._where = (torch.tensor(pages).unsqueeze(1), torch.tensor([[0, 1]]), torch.tensor(slots).unsqueeze(1))
+        # One row is written through views of its place in every layer, [layer][1, k|v, head, dim].
+        self._targets = backend.views[pages[0], :, :, slots[0]].unsqueeze(1).unbind(0) if len(rows) == 1 else ()
 
     def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         num_rows, num_heads, dim = query.shape
         num_kv_heads = key_value.shape[2]
         if num_rows == 1:
-            self._targets[layer].copy_(key_value[0])
+            self._targets[layer].copy_(key_value)
         else:
             self._backend.layer(layer).index_put_(self._where, key_value)
-        self._backend.gather(layer, self._page_ids, self._scratch)
-        folded = query.view(num_rows, 1, num_kv_heads, num_heads // num_kv_heads, dim)
+        self._backend.gather(layer, self._page_ids, self._keys, self._values)
+        folded = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
+        if num_rows == 1:
+            keys, values = self._rows[0]
+            output: torch.Tensor = _flash(folded, keys, values)[0]
+            return output.view(1, num_heads * dim)
         outputs = [
-            _flash(row, keys, values)[0] for row, (keys, values) in zip(folded.unbind(0), self._rows, strict=True)
+            _flash(row, keys, values)[0]
+            for row, (keys, values) in zip(folded.unsqueeze(1).unbind(0), self._rows, strict=True)
         ]
-        whole = outputs[0] if num_rows == 1 else torch.cat(outputs)
-        return whole.reshape(num_rows, num_heads * dim)
+        return torch.cat(outputs).view(num_rows, num_heads * dim)

@@ -75,7 +75,7 @@ def project(rows: torch.Tensor, projection: Projection) -> torch.Tensor:
     """[M, in] to [M, out]."""
     half = projection.half
     if half is not None and rows.shape[0] <= MAX_ROWS:
-        product = half.product(rows * half.unscale)
+        product = half.product(rows if half.unscale == 1.0 else rows * half.unscale)
         return product if projection.bias is None else product.add_(projection.bias)
     if rows.shape[0] == 1:
         if projection.bias is None:
@@ -98,9 +98,10 @@ def project_onto(residual: torch.Tensor, rows: torch.Tensor, projection: Project
 
 def rms_norm(rows: torch.Tensor, norm: RmsNorm) -> torch.Tensor:
     """``rows`` [..., width] normalised, computed in float32, in the dtype of ``rows``."""
-    wide = rows.float()
+    wide = rows if rows.dtype == torch.float32 else rows.float()
     length = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
-    return wide.div(torch.hypot(length, norm.floor)).mul_(norm.gain).to(rows.dtype)
+    normed = wide.div(torch.hypot(length, norm.floor)).mul_(norm.gain)
+    return normed if rows.dtype == torch.float32 else normed.to(rows.dtype)
 
 
 def silu_product(gate_up: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ import torch
 
 from flare_core.compute.checkpoint import Checkpoint
 from flare_core.compute.collectives import TensorCollectives
-from flare_core.compute.half_weights import half_weight, supports_half_weights
+from flare_core.compute.half_weights import HalfWeight, half_weight, supports_half_weights
 from flare_core.compute.identity import Progress
 from flare_core.compute.layers import LayerWeights, Projection, RmsNorm
 from flare_core.compute.model_config import ModelConfig
@@ -55,6 +55,15 @@ class _Reader:
     def maybe(self, name: str) -> torch.Tensor | None:
         """The rank's part of ``name``, or None where the model has no such tensor."""
         return self.read(name) if name in self._parts else None
+
+
+def _fold(norm: RmsNorm, projection: Projection) -> tuple[RmsNorm, Projection]:
+    """Move the 16-bit copy's power of two from the product to the norm before it: exact, and no operation a row."""
+    half = projection.half
+    if half is None:
+        return norm, projection
+    folded = Projection(projection.weight.div_(half.unscale), projection.bias, HalfWeight(half.packed, 1.0))
+    return RmsNorm(norm.gain * half.unscale, norm.floor), folded
 
 
 class _Halver:
@@ -110,13 +119,21 @@ def load_model(
 
 
 def _load_layer(reader: _Reader, halver: _Halver, config: ModelConfig, shard: RankShard, prefix: str) -> LayerWeights:
+    attention_norm, qkv = _fold(
+        RmsNorm.create(reader.read(prefix + "input_layernorm.weight"), config.rms_norm_eps),
+        halver.add(_load_qkv(reader, config, prefix + "self_attn.")),
+    )
+    mlp_norm, gate_up = _fold(
+        RmsNorm.create(reader.read(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps),
+        halver.add(_load_stacked(reader, config.mlp_bias, prefix + "mlp.")),
+    )
     return LayerWeights(
-        attention_norm=RmsNorm.create(reader.read(prefix + "input_layernorm.weight"), config.rms_norm_eps),
-        qkv=halver.add(_load_qkv(reader, config, prefix + "self_attn.")),
+        attention_norm=attention_norm,
+        qkv=qkv,
         head_norm=_load_head_norm(reader, config, shard, prefix + "self_attn."),
         output=halver.add(_load_summed(reader, shard, prefix + "self_attn.o_proj.")),
-        mlp_norm=RmsNorm.create(reader.read(prefix + "post_attention_layernorm.weight"), config.rms_norm_eps),
-        gate_up=halver.add(_load_stacked(reader, config.mlp_bias, prefix + "mlp.")),
+        mlp_norm=mlp_norm,
+        gate_up=gate_up,
         down=halver.add(_load_summed(reader, shard, prefix + "mlp.down_proj.")),
     )
 
