@@ -1,4 +1,4 @@
-"""Words that the scheduler and the prefix store share: what can be restored, what is to be stored, what became of it."""
+"""Words that scheduler and prefix store share: what can be restored, what is to be stored, what became of it."""
 
 from __future__ import annotations
 
