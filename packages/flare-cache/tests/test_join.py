@@ -16,19 +16,10 @@ from flare_cache.jobs import RecordIdentity
 from flare_cache.join import ApplyHere, Finished, JoinFailed, JoinLeader, JoinPeer, Tell
 from flare_cache.join_messages import (
     Applied,
-    Apply,
-    Broken,
-    Confirmed,
-    Hello,
-    Joined,
-    Proposal,
-    Refused,
-    ScanChunk,
-    VerdictChunk,
     decode_message,
     encode_message,
 )
-from flare_cache.join_set import KEEP_ROW, KEEP_TAIL, Summary, Verdict, adopt, summarise
+from flare_cache.join_set import KEEP_ROW, KEEP_TAIL, Verdict, adopt
 from flare_cache.record_plan import FileSizes
 from flare_cache.scan import ScannedRecord
 from flare_cache.settings import CacheSettings, Statement
@@ -359,102 +350,6 @@ def test_without_tiers_only_settings_are_agreed():
     report = join([[], []], statements=memory).finished[1].report
     assert report.memory_limit_bytes == 70
     assert len(list(report.lines())) == 1
-
-
-def leader_of_two(scan=()) -> JoinLeader:
-    leader = JoinLeader(
-        statement(0, 2, scan), list(scan), world_size=2, sizes=FileSizes(geometries(2)), accept_loss=True,
-        draw_set_id=lambda: SET_ID,
-    )  # fmt: skip
-    assert leader.start() == []
-    return leader
-
-
-def hello(scan=(), *, rank: int = 1) -> Hello:
-    return Hello(statement(rank, 2, scan))
-
-
-MANY = [record(1), record(2)]
-
-
-@pytest.mark.parametrize(
-    "messages",
-    [
-        [Apply()],
-        [hello(), hello()],
-        [hello(rank=0)],
-        [ScanChunk(summarise(MANY))],
-        [hello(MANY[:1]), ScanChunk(summarise(MANY))],
-        [hello(MANY), ScanChunk(Summary(b"", b"", b"", []))],
-        [hello(MANY), ScanChunk(Summary(b"short", bytes(64), bytes(2), [1, 2]))],
-        [Confirmed(bytes(32))],
-        [Applied(0, 0, 0)],
-        [hello(), Confirmed(b"another digest")],
-    ],
-)
-def test_a_message_out_of_turn_fails_the_join_on_every_rank(messages):
-    leader = leader_of_two()
-    effects = [effect for message in messages for effect in leader.receive(1, message)]
-    assert isinstance(effects[-1], JoinFailed)
-    assert "out of turn" in str(effects[-1].error)
-    assert isinstance(effects[-2].message, Refused)
-    assert leader.receive(1, hello()) == []
-    assert leader.lost(1, "gone") == leader.failed("late") == []
-    assert leader.awaited() == ([], "do anything")
-
-
-def test_the_leader_knows_whom_it_waits_for():
-    leader = leader_of_two(MANY)
-    assert leader.awaited() == ([1], "state its settings and records")
-    leader.receive(1, hello(MANY))
-    assert leader.awaited()[0] == [1]
-    effects = leader.receive(1, ScanChunk(summarise(MANY)))
-    assert leader.awaited() == ([1], "confirm the set")
-    proposal = effects[-1].message
-    leader.receive(1, Confirmed(proposal.digest))
-    assert leader.awaited() == ([0, 1], "remove what is not kept")
-
-
-@pytest.mark.parametrize(
-    ("event", "text"),
-    [
-        (lambda leader: leader.receive(1, Broken("disk full")), "rank 1: disk full"),
-        (lambda leader: leader.lost(1, "reset"), "rank 1 was lost during the join: reset"),
-        (lambda leader: leader.failed("read-only"), "rank 0: read-only"),
-    ],
-)
-def test_a_rank_that_breaks_fails_the_join_by_name(event, text):
-    *told, failed = event(leader_of_two())
-    assert str(failed.error) == text
-    assert [effect.message.lines for effect in told] == [[text]]
-
-
-def proposed(scan, verdicts: bytes, digest: bytes) -> list:
-    peer = JoinPeer(statement(1, 2, scan), scan)
-    peer.start()
-    peer.receive(VerdictChunk(verdicts))
-    return peer.receive(Proposal(SET_ID, digest))
-
-
-def test_a_peer_refuses_a_set_that_it_does_not_hold():
-    plain = [record(1)]
-    for verdicts in (b"", b"\x00\x00", bytes((KEEP_TAIL,)), b"\x00"):
-        tell, failed = proposed(plain, verdicts, b"wrong digest")
-        assert isinstance(tell.message, Broken)
-        assert isinstance(failed.error, UsageError)
-
-
-def test_a_peer_takes_no_message_out_of_turn():
-    for message in (Apply(), Joined(join([[]]).finished[0].report), hello()):
-        peer = JoinPeer(statement(1, 2), [])
-        tell, failed = peer.receive(message)
-        assert "out of turn" in str(failed.error)
-        assert isinstance(tell, Tell)
-        assert peer.receive(Apply()) == peer.lost("gone") == []
-    peer = JoinPeer(statement(1, 2), [])
-    (failed,) = peer.lost("silence")
-    assert "rank 0 was lost during the join: silence" in str(failed.error)
-    assert [type(effect) for effect in JoinPeer(statement(1, 2), []).failed("no threads")] == [Tell, JoinFailed]
 
 
 def test_a_long_scan_travels_in_chunks():

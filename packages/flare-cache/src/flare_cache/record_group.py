@@ -212,21 +212,7 @@ def start_leader(
             lines = [str(error) or type(error).__name__]
             _abandon(transport, links, Refused(lines, isinstance(error, ConfigurationMismatch)))
             raise
-        tiers = _tiers(settings, joined)
-    store = TierStore(
-        tiers,
-        bounds=record_bounds(
-            settings.identity.geometries,
-            min_tail_tokens=settings.min_tail_tokens,
-            max_record_bytes=settings.max_record_bytes,
-        ),
-        sizes=sizes,
-        jobs=dispatcher,
-        has_rows=setup.geometry.row_bytes > 0,
-        clock=time.monotonic,
-        draw_store_id=lambda: secrets.token_bytes(_STORE_ID_BYTES),
-        min_restore_tokens=settings.min_tail_tokens,
-    )
+        store = _new_store(setup, sizes, joined, dispatcher)
     dispatcher.start(transport, links)
     return LeaderGroup(store, dispatcher, transport, joined.report, setup)
 
@@ -301,6 +287,25 @@ def _join_peer(setup: RankSetup, link: Link, inbox: JoinInbox, timeout_seconds: 
         scan.records if scan is not None else [],
     )
     return join_as_peer(peer, link, inbox, lambda effect: setup.apply(scan, effect), timeout_seconds=timeout_seconds)
+
+
+def _new_store(setup: RankSetup, sizes: FileSizes, joined: Finished, dispatcher: Dispatcher) -> TierStore:
+    """The engine's prefix store over what was agreed."""
+    settings = setup.settings
+    return TierStore(
+        _tiers(settings, joined),
+        bounds=record_bounds(
+            settings.identity.geometries,
+            min_tail_tokens=settings.min_tail_tokens,
+            max_record_bytes=settings.max_record_bytes,
+        ),
+        sizes=sizes,
+        jobs=dispatcher,
+        has_rows=setup.geometry.row_bytes > 0,
+        clock=time.monotonic,
+        draw_store_id=lambda: secrets.token_bytes(_STORE_ID_BYTES),
+        min_restore_tokens=settings.min_tail_tokens,
+    )
 
 
 def _tiers(settings: CacheSettings, joined: Finished) -> dict[Tier, TierContent]:
