@@ -29,15 +29,15 @@ __all__ = ["main"]
 PROMPT_TOKENS = 6000
 """Length of the document part of a prompt; the default model's context is 8,192 tokens."""
 
-ANSWER_TOKENS = 40
+ANSWER_TOKENS = 24
 TOP_LOGPROBS = 20
 WORLD_SIZE = 2
 
 TIER_OF_PHASE = {"cold": None, "device": "device", "disk": "disk", "disk-after-restart": "disk"}
 
 QUESTIONS = (
-    ("docs/operations.md", "What does the text above say about exit code 78?"),
-    ("docs/wire-format.md", "In one sentence: what is the text above about?"),
+    ("README.md", "What is flare?"),
+    ("SECURITY.md", "How should a vulnerability be reported?"),
 )
 """(last document of the prompt, question about it)."""
 
@@ -67,13 +67,14 @@ class Phase:
 def build_prompts(url: str, documents: Path) -> list[str]:
     """Prompts of about :data:`PROMPT_TOKENS` tokens: the project's documents, each prompt ends with another one."""
     names = sorted(str(path.relative_to(documents)) for path in documents.glob("docs/*.md"))
+    names += [last for last, _ in QUESTIONS]
     prompts: list[str] = []
     for last, question in QUESTIONS:
-        order = [last, *(name for name in names if name != last), "README.md", "SECURITY.md"]
-        text = "\n\n".join((documents / name).read_text() for name in reversed(order))
+        order = [*(name for name in names if name != last), last]
+        text = "\n\n".join((documents / name).read_text() for name in order)
         token_ids = post_json(url, "/tokenize", {"prompt": text})["tokens"][-PROMPT_TOKENS:]
         cut = post_json(url, "/detokenize", {"tokens": token_ids})["prompt"]
-        prompts.append(f"{cut}\n\n{question}")
+        prompts.append(f"{cut}\n\n---\n\n{question}")
     return prompts
 
 
@@ -83,8 +84,9 @@ def ask_all(name: str, url: str, prompts: Sequence[str], progress: Progress) -> 
     answers: list[Answer] = []
     for number, prompt in enumerate(prompts):
         # A salt of its own keeps a prompt from sharing the chat template's first tokens with another one.
-        options = {"logprobs": True, "top_logprobs": TOP_LOGPROBS, "cache_salt": f"prompt {number}"}
-        answers.append(chat(url, prompt, max_tokens=ANSWER_TOKENS, **options))
+        salt = f"prompt {number}"
+        answer = chat(url, prompt, max_tokens=ANSWER_TOKENS, logprobs=True, top_logprobs=TOP_LOGPROBS, cache_salt=salt)
+        answers.append(answer)
         progress.advance(task)
     return Phase(name, tuple(answers))
 

@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -37,9 +38,8 @@ HEADS = {
 
 def make_model(directory: Path, shape: str, *, context: int) -> Path:
     """A random bf16 Qwen3 checkpoint of ``shape`` with room for ``context`` tokens."""
-    return make_tiny_checkpoint(
-        directory, "qwen3", dtype="bfloat16", max_position_embeddings=context, **SHAPES[shape], **HEADS[shape]
-    )
+    fields: dict[str, Any] = SHAPES[shape] | HEADS[shape] | {"max_position_embeddings": context}
+    return make_tiny_checkpoint(directory, "qwen3", dtype="bfloat16", **fields)
 
 
 def ask(url: str, num_tokens: int) -> Answer:
@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     shutil.rmtree(settings.directory, ignore_errors=True)
     model = make_model(settings.directory / "model", settings.shape, context=settings.tokens + 64)
     options = ["--prefix-cache-min-tail", "0", *settings.option]
-    devices = {rank: ["--device", f"cuda:{rank}"] for rank in range(settings.world_size)}
+    devices: dict[int, Sequence[str]] = {rank: ["--device", f"cuda:{rank}"] for rank in range(settings.world_size)}
     group = Group(model, settings.world_size, settings.directory / "group", options, rank_options=devices)
     try:
         answers = run_phases(group, settings.tokens)
