@@ -148,7 +148,7 @@ class TorchRunner:
         """The point that the device's queue has reached, for steps that give nothing to wait for; None on the CPU."""
         if self._device.type != "cuda":
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         return event
 
