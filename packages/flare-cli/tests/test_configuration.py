@@ -28,6 +28,22 @@ def test_a_flag_goes_before_a_variable_before_the_file_before_the_default(tmp_pa
 
 
 @pytest.mark.parametrize(
+    ("flags", "hosts"),
+    [
+        ({}, ["127.0.0.1"]),
+        ({"world_size": "2", "rendezvous": "10.0.0.1:7000"}, ["127.0.0.1", "10.0.0.1"]),
+        ({"world_size": "2", "rendezvous": "127.0.0.1:7000"}, ["127.0.0.1"]),
+        ({"world_size": "2", "rendezvous": "10.0.0.1:7000", "host": "::1"}, ["::1"]),
+        ({"host": "127.0.0.1,10.0.0.5"}, ["127.0.0.1", "10.0.0.5"]),
+    ],
+)
+def test_http_is_served_where_asked_or_on_loopback_and_where_the_ranks_meet(tmp_path, flags, hosts):
+    key = tmp_path / "cluster.key"
+    key.write_text("00" * 32)
+    assert resolve(flags | {"key_file": str(key)}, {}).config.hosts == hosts
+
+
+@pytest.mark.parametrize(
     ("text", "num_bytes"),
     [("200G", 200 * 10**9), ("400M", 4 * 10**8), ("64GiB", 64 << 30), ("1.5k", 1500), ("12", 12), ("30gb", 3 * 10**10)],
 )

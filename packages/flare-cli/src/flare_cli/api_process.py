@@ -22,6 +22,7 @@ import uvicorn
 from flare_cli import __version__
 from flare_cli.config import HostPort, RunConfig, encode_config, is_loopback
 from flare_cli.engine_client import EngineClient
+from flare_cli.exit_codes import EXIT_LOST
 from flare_cli.logs import set_up_logs
 from flare_cli.model_source import ModelSource, find_model
 from flare_cli.process_limits import set_process_limits
@@ -54,7 +55,6 @@ __all__ = ["run_api"]
 
 _LOG = logging.getLogger("flare")
 
-EXIT_LOST = 70
 LOST_GRACE_SECONDS = 1.0
 """How long ``/health`` goes on saying that the engine is lost, while answers to waiting requests go out."""
 WORKER_END_SECONDS = 10.0
@@ -72,13 +72,15 @@ def run_api(config: RunConfig, unknown_variables: Sequence[str], worker: Launche
     source = find_model(config)
     keys = load_key_ring(config.api_key_file, config.admin_key_file)
     salt = salt_key(config)
-    listener = _listen(config)
+    listeners = _listen(config)
     for name in unknown_variables:
         _LOG.warning("%s is set and is no setting of flare", name)
-    if keys.is_open and not is_loopback(config.host):
-        _LOG.warning("serving on %s without --api-key-file: whoever reaches this port may use the model", config.host)
+    exposed = [host for host in config.hosts if not is_loopback(host)]
+    if keys.is_open and exposed:
+        where = " and ".join(exposed)
+        _LOG.warning("serving on %s without --api-key-file: whoever reaches this port may use the model", where)
     display = StartupDisplay(as_json=config.log_json)
-    port = int(listener.getsockname()[1])
+    port = int(listeners[0].getsockname()[1])
     process = _ApiProcess(config=config, source=source, worker=worker.process, display=display, port=port)
     link = local_link(worker.socket, name="link to the worker", settings=LOCAL_LINK_SETTINGS)
     limits = Limits(
@@ -88,13 +90,24 @@ def run_api(config: RunConfig, unknown_variables: Sequence[str], worker: Launche
         max_output_tokens=config.max_output_tokens,
         max_concurrent_requests=config.max_concurrent_requests,
     )
-    with listener:
-        return asyncio.run(process.run(listener, link, salt=salt, limits=limits, keys=keys))
+    with contextlib.ExitStack() as open_listeners:
+        for listener in listeners:
+            open_listeners.enter_context(listener)
+        return asyncio.run(process.run(listeners, link, salt=salt, limits=limits, keys=keys))
 
 
-def _listen(config: RunConfig) -> socket.socket:
+def _listen(config: RunConfig) -> list[socket.socket]:
+    """A listener for each address, all on the port that the first one got."""
+    listeners: list[socket.socket] = []
+    for host in config.hosts:
+        port = int(listeners[0].getsockname()[1]) if listeners else config.port
+        listeners.append(_listen_on(host, port))
+    return listeners
+
+
+def _listen_on(host: str, port: int) -> socket.socket:
     try:
-        found = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
         listener = socket.socket(family, kind, protocol)
         try:
@@ -105,7 +118,7 @@ def _listen(config: RunConfig) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        msg = f"cannot serve on --host {config.host} --port {config.port}: {error.strerror}; choose another address"
+        msg = f"cannot serve on --host {host} --port {port}: {error.strerror}; choose another address"
         raise UsageError(msg) from None
     return listener
 
@@ -127,13 +140,15 @@ class _ApiProcess:
     start_failure: StartFailed | None = None
     loss: str | None = None
 
-    async def run(self, listener: socket.socket, link: Link, *, salt: bytes, limits: Limits, keys: KeyRing) -> int:
+    async def run(
+        self, listeners: list[socket.socket], link: Link, *, salt: bytes, limits: Limits, keys: KeyRing
+    ) -> int:
         """See :func:`run_api`."""
         loop = asyncio.get_running_loop()
         client = EngineClient(loop, link, salt, self.source.name, on_notice=self._on_notice, on_end=self._on_end)
         service = Service(engine=client, model=None, limits=limits, keys=keys, metrics=ServerMetrics())
         server = uvicorn.Server(_uvicorn_config(service))
-        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        serving = asyncio.create_task(server.serve(sockets=listeners))
         while not server.started and not serving.done():
             await asyncio.sleep(0)
         # After uvicorn's own, so that a signal drains the engine first and uvicorn only when that is done.
@@ -156,8 +171,8 @@ class _ApiProcess:
         if self.facts is not None and not self.ended.is_set() and not self.stopping.is_set():
             service.model = _served_model(self.source.name, self.facts, text)
             title = f"flare {__version__} serves {self.source.name}"
-            address = HostPort(self.config.host, self.port)
-            self.display.ready(title, [*self.facts.facts, ("address", f"http://{address}")])
+            addresses = [("address", f"http://{HostPort(host, self.port)}") for host in self.config.hosts]
+            self.display.ready(title, [*self.facts.facts, *addresses])
             await _first(self.ended, self.stopping)
         if self.stopping.is_set() and not self.ended.is_set():
             await self._drain(client)

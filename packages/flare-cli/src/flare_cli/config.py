@@ -39,6 +39,9 @@ class KvMemory(msgspec.Struct, frozen=True):
         return f"{self.num_pages} pages" if self.num_bytes is None else f"{self.num_bytes} bytes"
 
 
+LOOPBACK = "127.0.0.1"
+
+
 class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Every setting of ``flare run``. Names are those of the flags; sizes in bytes, durations in seconds.
 
@@ -52,7 +55,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     rendezvous_timeout: float
     key_file: Path | None
     insecure_plaintext: bool
-    host: str
+    host: str | None
     port: int
     served_model_name: str | None
     max_model_len: int | None
@@ -81,6 +84,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout: float
     log_json: bool
 
+    @property
+    def hosts(self) -> list[str]:
+        """Addresses to serve HTTP on: those given, else loopback and the address at which the ranks meet."""
+        if self.host is not None:
+            return [host for host in self.host.split(",") if host]
+        if self.rendezvous is None or is_loopback(self.rendezvous.host):
+            return [LOOPBACK]
+        return [LOOPBACK, self.rendezvous.host]
+
 
 def check_config(config: RunConfig) -> RunConfig:
     """``config`` if its settings go together.
@@ -101,6 +113,9 @@ def check_config(config: RunConfig) -> RunConfig:
         raise UsageError(msg)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         msg = f"--device {config.device}: must be auto, cpu, cuda or cuda:N"
+        raise UsageError(msg)
+    if not config.hosts:
+        msg = f"--host {config.host!r} names no address"
         raise UsageError(msg)
     if config.port > 65535:
         msg = f"--port {config.port}: must be at most 65535"

@@ -150,7 +150,7 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("key_file", _PLACE, _parse_path, None, "FILE", "The cluster key, made by 'flare key'; equal on all ranks."),
     Setting("insecure_plaintext", _PLACE, parse_switch, False, "", "Links without TLS: trusted networks only."),
-    Setting("host", _SERVER, str, "127.0.0.1", "ADDRESS", "Address to serve HTTP on."),
+    Setting("host", _SERVER, str, None, "A[,B]", "Serve HTTP there; default: loopback and rank 0's --rendezvous host."),
     Setting("port", _SERVER, parse_int, 8000, "N", "Port to serve HTTP on; 0: any free one."),
     Setting("served_model_name", _SERVER, str, None, "NAME", "Name in the API; default: the directory's name."),
     Setting("api_key_file", _SERVER, _parse_path, None, "FILE", "Lines 'name: key'; the name is the cache's tenant."),
