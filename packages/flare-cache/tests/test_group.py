@@ -225,6 +225,25 @@ def test_a_tail_that_a_longer_prompt_begins_with_is_compacted_on_every_rank(tmp_
     group.close()
 
 
+@pytest.mark.parametrize("row_bytes", [0, 100])
+def test_what_one_rank_lost_of_a_record_is_stored_again_on_all(tmp_path, world_size, row_bytes):
+    plan = plan_for(tmp_path, world_size, row_bytes=row_bytes)
+    group = started(plan)
+    group.store(PROMPT)
+    whole = [rank.file_sizes() for rank in group.ranks]
+    ((name, _),) = whole[-1].items()
+    group.close()
+    os.truncate(tmp_path / f"rank{world_size - 1}" / name, whole[-1][name] - 4096 - plan.geometries[0].row_stride)
+    group = started(plan)
+    assert all(rank.file_sizes()[name] < sizes[name] for rank, sizes in zip(group.ranks, whole, strict=True))
+    assert group.lookup(PROMPT).num_tokens == (0 if row_bytes else 28)
+    assert group.store(PROMPT).num_records == 1
+    assert [rank.file_sizes() for rank in group.ranks] == whole
+    assert group.restore(PROMPT).num_tokens == 30
+    assert_same_files(group)
+    group.close()
+
+
 def test_a_fetch_waits_for_the_step_that_touches_its_pages(tmp_path, world_size):
     group = started(plan_for(tmp_path, world_size))
     group.store(PROMPT)

@@ -21,7 +21,9 @@ __all__ = [
     "FileSizes",
     "PlannedRecord",
     "RecordBounds",
+    "Replacement",
     "new_record",
+    "plan_replacement",
     "plan_store",
     "record_bounds",
 ]
@@ -99,6 +101,14 @@ class PlannedRecord:
     row_slot: int | None
 
 
+@dataclass(frozen=True, slots=True)
+class Replacement:
+    """``planned`` takes the name of ``replaced``, a cut record, once that is unlinked."""
+
+    replaced: Record
+    planned: PlannedRecord
+
+
 def plan_store(
     request: StoreRequest, index: RecordIndex, bounds: RecordBounds, *, draw_store_id: Callable[[], bytes]
 ) -> list[PlannedRecord]:
@@ -130,11 +140,44 @@ def plan_store(
             store_id=draw_store_id(),
         )
         if index.get(record.identity.key) is not None:
-            # A record of this name is on its way out, or lost its tail: nothing can be stored beside it.
+            # A record of this name is on its way out, or was cut: nothing can be stored beside it.
             break
         planned.append(record)
         parent_key = record.identity.key
     return planned
+
+
+def plan_replacement(
+    request: StoreRequest, index: RecordIndex, bounds: RecordBounds, *, draw_store_id: Callable[[], bytes]
+) -> Replacement | None:
+    """The record that ends where ``request`` does, whole again, if it lost a tail or row that ``request`` brings.
+
+    For a request of which :func:`plan_store` found nothing to store. A record that a transfer uses, or that others
+    extend, stays as it is.
+    """
+    num_whole = len(request.keys)
+    has_tail = _wants_tail(request, index, bounds, num_whole)
+    end_key = _boundary(request, num_whole)
+    if has_tail:
+        end_key = next_key(end_key, request.token_ids[num_whole * bounds.page_tokens :])
+    cut = index.get(end_key)
+    if cut is None or not (cut.is_stored and cut.is_usable) or cut.num_pins or cut.children:
+        return None
+    lacks_row = request.row_slot is not None and not cut.has_row
+    lacks_tail = has_tail and not cut.tail_tokens
+    last = num_whole + (1 if has_tail else 0)
+    if not (lacks_row or lacks_tail) or last - cut.first_page > bounds.max_sections:
+        return None
+    planned = _record(
+        request,
+        bounds,
+        first=cut.first_page,
+        last=last,
+        parent_key=cut.identity.parent_key,
+        has_row=request.row_slot is not None,
+        store_id=draw_store_id(),
+    )
+    return Replacement(cut, planned)
 
 
 def new_record(planned: PlannedRecord, parent: Record | None, num_bytes: int) -> Record:

@@ -17,7 +17,7 @@ from flare_cache.eviction import Budget, DropRow, Evict, choose_relief
 from flare_cache.index import Record, RecordIndex
 from flare_cache.jobs import Job, JobOp, RecordIdentity
 from flare_cache.outcomes import Done, Failed, Outcome, Withdrawn
-from flare_cache.record_plan import FileSizes, PlannedRecord, RecordBounds, new_record, plan_store
+from flare_cache.record_plan import FileSizes, PlannedRecord, RecordBounds, new_record, plan_replacement, plan_store
 from flare_core.prefix import StoreRequest, Tier
 
 __all__ = ["JobQueue", "StoreEnd", "TierRecords"]
@@ -48,22 +48,30 @@ class StoreEnd:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Store:
-    """A planned record on its way."""
+class _Wish:
+    """A planned record, and who asked for it."""
 
-    record: Record
     planned: PlannedRecord
     ticket: int
     after_step: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Store:
+    """A planned record on its way."""
+
+    record: Record
+    wish: _Wish
+
+
 @dataclass(frozen=True, slots=True)
 class _Removal:
-    """An unlink, or a truncation that gives back ``num_bytes``."""
+    """An unlink, or a truncation that gives back ``num_bytes``; ``successor`` is stored under the name then."""
 
     record: Record
     op: JobOp
     num_bytes: int
+    successor: _Wish | None = None
 
 
 class TierRecords:
@@ -109,6 +117,7 @@ class TierRecords:
         self._by_parent: dict[bytes, list[_Store]] = {}
         self._storing: dict[int, _Store] = {}
         self._removing: dict[int, _Removal] = {}
+        self._unlinking: set[bytes] = set()
         self._removed_bytes_due = 0
         self._doomed: set[bytes] = set()
         self._covered: dict[bytes, Record] = {}
@@ -135,16 +144,14 @@ class TierRecords:
         """Plan what this tier lacks of ``request``; how many records are on their way for ``ticket``."""
         planned = plan_store(request, self.index, self._bounds, draw_store_id=self._draw_store_id)
         for one in planned:
-            parent = self.index.get(one.identity.parent_key) if one.identity.parent_key else None
-            num_bytes = self._full_bytes(one.identity)
-            record = new_record(one, parent, num_bytes)
-            self.index.add(record)
-            store = _Store(record, one, ticket, request.after_step)
-            if parent is None or parent.is_stored:
-                self._ready.append((store, now + self._store_seconds))
-            else:
-                self._by_parent.setdefault(parent.key, []).append(store)
-        return len(planned)
+            self._begin(_Wish(one, ticket, request.after_step), now)
+        if planned:
+            return len(planned)
+        whole = plan_replacement(request, self.index, self._bounds, draw_store_id=self._draw_store_id)
+        if whole is None:
+            return 0
+        self._unlink(whole.replaced, successor=_Wish(whole.planned, ticket, request.after_step))
+        return 1
 
     def advance(self, now: float) -> None:
         """Submit what is ready and fits; make room for what does not."""
@@ -172,7 +179,7 @@ class TierRecords:
             self._stored(store, outcome, now)
             return True
         if (removal := self._removing.pop(outcome.tag, None)) is not None:
-            self._removed(removal, outcome)
+            self._removed(removal, outcome, now)
             return True
         return False
 
@@ -193,7 +200,7 @@ class TierRecords:
     def condemn(self, record: Record) -> None:
         """The record failed a rank: it and all that extends it is offered no more, and goes, leaves first."""
         self._counters.records_failed[self.tier] += 1
-        subtree = record.subtree()
+        subtree = [one for one in record.subtree() if one.key not in self._unlinking]
         for one in subtree:
             if one.is_usable:
                 self.index.hide(one)
@@ -208,6 +215,17 @@ class TierRecords:
             if isinstance(relief, Evict):
                 self._unlink(relief.record)
 
+    def _begin(self, wish: _Wish, now: float) -> None:
+        identity = wish.planned.identity
+        parent = self.index.get(identity.parent_key) if identity.parent_key else None
+        record = new_record(wish.planned, parent, self._full_bytes(identity))
+        self.index.add(record)
+        store = _Store(record, wish)
+        if parent is None or parent.is_stored:
+            self._ready.append((store, now + self._store_seconds))
+        else:
+            self._by_parent.setdefault(parent.key, []).append(store)
+
     def _full_bytes(self, identity: RecordIdentity) -> int:
         return self._sizes.largest(identity, has_tail=True, has_row=True)
 
@@ -215,7 +233,7 @@ class TierRecords:
         return self._sizes.largest(record.identity, has_tail=has_tail, has_row=has_row)
 
     def _submit(self, store: _Store, expires_at: float) -> None:
-        record, planned = store.record, store.planned
+        record, planned = store.record, store.wish.planned
         self._budget.charge(record.num_bytes)
         tag = next(self._tags)
         self._storing[tag] = store
@@ -224,7 +242,7 @@ class TierRecords:
             op=JobOp.STORE,
             tier=self.tier,
             record=record.identity,
-            after_step=store.after_step,
+            after_step=store.wish.after_step,
             sections=planned.sections,
             row_slot=planned.row_slot,
             token_ids=planned.token_ids,
@@ -238,11 +256,11 @@ class TierRecords:
                 self._counters.records_stored[self.tier] += 1
                 record.is_stored = True
                 if record.key in self._doomed:
-                    self._ends.append(StoreEnd(store.ticket, "an ancestor failed"))
+                    self._ends.append(StoreEnd(store.wish.ticket, "an ancestor failed"))
                     self._reap(record)
                     return
                 self.index.mark_stored(record)
-                self._ends.append(StoreEnd(store.ticket, None))
+                self._ends.append(StoreEnd(store.wish.ticket, None))
                 for child in self._by_parent.pop(record.key, ()):
                     self._ready.append((child, now + self._store_seconds))
                 for other in self.index.covered_tails(record):
@@ -260,8 +278,7 @@ class TierRecords:
     def _give_up(self, store: _Store, reason: str, *, detail: str = "", is_buried: bool = False) -> None:
         """The record is not stored, nor is what waits for it."""
         record, parent = store.record, store.record.parent
-        self._counters.stores_dropped[reason] += 1
-        self._ends.append(StoreEnd(store.ticket, detail or reason))
+        self._drop(store.wish.ticket, reason, detail)
         self._fail_waiting(record, "parent")
         self._doomed.discard(record.key)
         if record.is_usable:
@@ -272,6 +289,10 @@ class TierRecords:
             self.index.remove(record)
         if parent is not None:
             self._reap(parent)
+
+    def _drop(self, ticket: int, reason: str, detail: str = "") -> None:
+        self._counters.stores_dropped[reason] += 1
+        self._ends.append(StoreEnd(ticket, detail or reason))
 
     def _fail_waiting(self, record: Record, reason: str) -> None:
         """Give up every record that waits below ``record``, children before parents."""
@@ -319,10 +340,11 @@ class TierRecords:
         self.pin(record)
         self._remove(_Removal(record, JobOp.TRUNCATE, num_bytes), keep_tail=keep_tail)
 
-    def _unlink(self, record: Record) -> None:
+    def _unlink(self, record: Record, *, successor: _Wish | None = None) -> None:
         if record.is_usable:
             self.index.hide(record)
-        self._remove(_Removal(record, JobOp.UNLINK, record.num_bytes))
+        self._unlinking.add(record.key)
+        self._remove(_Removal(record, JobOp.UNLINK, record.num_bytes, successor))
 
     def _remove(self, removal: _Removal, *, keep_tail: bool = False) -> None:
         tag = next(self._tags)
@@ -331,8 +353,8 @@ class TierRecords:
         job = Job(job_id=0, op=removal.op, tier=self.tier, record=removal.record.identity, keep_tail=keep_tail)
         self._jobs.submit(job, tag=tag, num_bytes=0)
 
-    def _removed(self, removal: _Removal, outcome: Outcome) -> None:
-        record = removal.record
+    def _removed(self, removal: _Removal, outcome: Outcome, now: float) -> None:
+        record, successor = removal.record, removal.successor
         self._removed_bytes_due -= removal.num_bytes
         is_done = isinstance(outcome, Done)
         if is_done:
@@ -341,11 +363,20 @@ class TierRecords:
             if is_done:
                 record.num_bytes -= removal.num_bytes
             self.unpin(record)
-        elif is_done:
+            return
+        self._unlinking.discard(record.key)
+        parent = record.parent
+        if is_done:
             self.index.remove(record)
         else:
             # Some rank still holds the file: its bytes stay charged and its name stays taken until the next join.
             self.index.bury(record)
+        if successor is None:
+            return
+        if is_done and (parent is None or parent.is_usable):
+            self._begin(successor, now)
+        else:
+            self._drop(successor.ticket, "parent" if is_done else "failed")
 
     def _reap(self, record: Record) -> None:
         """Unlink a doomed record once nothing needs it and nothing that extends it is left to go first."""
