@@ -101,11 +101,12 @@ def _listen(config: RunConfig) -> list[socket.socket]:
     listeners: list[socket.socket] = []
     for host in config.hosts:
         port = int(listeners[0].getsockname()[1]) if listeners else config.port
-        listeners.append(_listen_on(host, port))
+        where = f"--host {host} --port {port}" if config.host else f"{host} (of --rendezvous), --port {port}"
+        listeners.append(_listen_on(host, port, where))
     return listeners
 
 
-def _listen_on(host: str, port: int) -> socket.socket:
+def _listen_on(host: str, port: int, where: str) -> socket.socket:
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, kind, protocol, _, address = found[0]
@@ -118,7 +119,7 @@ def _listen_on(host: str, port: int) -> socket.socket:
             listener.close()
             raise
     except OSError as error:
-        msg = f"cannot serve on --host {host} --port {port}: {error.strerror}; choose another address"
+        msg = f"cannot serve on {where}: {error.strerror}; choose another address"
         raise UsageError(msg) from None
     return listener
 

@@ -12,20 +12,23 @@ import signal
 import sys
 import threading
 
+import msgspec
+
 from flare_cli.agreement import Offer
 from flare_cli.cache_wiring import open_peer_cache
 from flare_cli.config import RunConfig
 from flare_cli.control_group import ControlGroup, describe_sighting, join_group
+from flare_cli.exit_codes import EXIT_LOST, exit_code_of
 from flare_cli.logs import set_up_logs
 from flare_cli.model_source import find_model
 from flare_cli.process_limits import set_process_limits
 from flare_cli.rank_zero import equal_settings
 from flare_cli.startup_display import StartupDisplay
-from flare_cli.watchdog import EXIT_LOST, Watchdog
+from flare_cli.watchdog import Watchdog
 from flare_cli.wiring import open_model
 from flare_core.engine.engine import PeerLoop
 from flare_core.errors import ConfigurationMismatch, FlareError
-from flare_transport import LinkLost, Sighting, TransportError
+from flare_transport import Sighting, TransportError
 
 __all__ = ["run_peer"]
 
@@ -42,8 +45,8 @@ def run_peer(config: RunConfig) -> int:
     """
     set_up_logs(as_json=config.log_json, process=f"rank {config.rank}")
     set_process_limits()
-    find_model(config)
-    code = _Peer(config).run()
+    source = find_model(config)
+    code = _Peer(msgspec.structs.replace(config, model=str(source.directory))).run()
     sys.stdout.flush()
     sys.stderr.flush()
     # Threads of torch and of gloo may still be there; nothing of theirs is worth waiting for.
@@ -73,7 +76,7 @@ class _Peer:
                 self._group.close()
             self._display.close()
             print(f"flare: {error}", file=sys.stderr)
-            return EXIT_LOST if isinstance(error, LinkLost) else getattr(error, "exit_code", 1)
+            return exit_code_of(error)
         except Exception as error:  # noqa: BLE001  the process ends here, and the group with it
             self._watchdog.fail(error, f"rank {self._config.rank}")
             return EXIT_LOST

@@ -10,11 +10,12 @@ import os
 import threading
 from collections.abc import Callable
 
-__all__ = ["EXIT_LOST", "Watchdog"]
+from flare_cli.exit_codes import EXIT_LOST
+
+__all__ = ["Watchdog"]
 
 _LOG = logging.getLogger("flare")
 
-EXIT_LOST = 70
 CONSEQUENCE_SECONDS = 0.3
 GRACE_SECONDS = 0.5
 """Between the verdict and the end: the word to the API process and the log line have this long to get out."""

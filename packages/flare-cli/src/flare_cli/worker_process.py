@@ -12,9 +12,10 @@ import socket
 import sys
 
 from flare_cli.api_link import ApiLink
+from flare_cli.exit_codes import EXIT_LOST, exit_code_of
 from flare_cli.logs import set_up_logs
 from flare_cli.process_limits import set_process_limits
-from flare_cli.watchdog import EXIT_LOST, Watchdog
+from flare_cli.watchdog import Watchdog
 from flare_cli.worker_protocol import LOCAL_LINK_SETTINGS, StartFailed, WorkerLost
 from flare_core.errors import FlareError
 from flare_transport import TransportError, local_link
@@ -54,7 +55,7 @@ def _serve(api: ApiLink, watchdog: Watchdog) -> int:
         try:
             rank.start()
         except (FlareError, TransportError) as error:
-            code: int = getattr(error, "exit_code", 1)
+            code = exit_code_of(error)
             api.notify(StartFailed(str(error), code))
             rank.close()
             return code

@@ -17,6 +17,7 @@ from flare_transport.errors import (
     QueueFull,
     RemoteProtocolError,
     RendezvousError,
+    RendezvousRefused,
     SecondLinkError,
     TransportError,
 )
@@ -70,6 +71,7 @@ __all__ = [
     "QueueFull",
     "RemoteProtocolError",
     "RendezvousError",
+    "RendezvousRefused",
     "RendezvousSettings",
     "Router",
     "SecondLinkError",

@@ -15,6 +15,7 @@ __all__ = [
     "QueueFull",
     "RemoteProtocolError",
     "RendezvousError",
+    "RendezvousRefused",
     "SecondLinkError",
     "TransportError",
     "VersionMismatchError",
@@ -67,6 +68,10 @@ class CertificateError(TransportError):
 
 class RendezvousError(TransportError):
     """The ranks did not meet: refused, wrong key, or missing when the deadline passed; the message says who and why."""
+
+
+class RendezvousRefused(RendezvousError):
+    """Rank zero will not have this rank as it was started: its key, world size, rank, version or security differs."""
 
 
 class SecondLinkError(TransportError):

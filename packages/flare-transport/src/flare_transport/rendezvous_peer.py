@@ -9,11 +9,17 @@ from dataclasses import replace
 from flare_transport.address import resolve
 from flare_transport.certificates import make_credentials, secure_socket
 from flare_transport.channel import set_link_options
-from flare_transport.errors import AddressError, CertificateError, RemoteProtocolError, RendezvousError
+from flare_transport.errors import (
+    AddressError,
+    CertificateError,
+    RemoteProtocolError,
+    RendezvousError,
+    RendezvousRefused,
+)
 from flare_transport.frame_types import COMPLETE, REFUSE, by_code
 from flare_transport.framing import FrameDecoder
 from flare_transport.handshake import HandshakeSettings, PeerHandshake, Proven
-from flare_transport.handshake_messages import NONCE_BYTES, Refusal, Security, decode_refusal
+from flare_transport.handshake_messages import NONCE_BYTES, Refusal, RefusalCode, Security, decode_refusal
 from flare_transport.link import Link
 from flare_transport.rendezvous_settings import Observer, RendezvousSettings, Sighting
 from flare_transport.session import Group, Peer, Session, identity_of
@@ -43,7 +49,9 @@ def join(settings: RendezvousSettings, observe: Observer) -> Group:
             if isinstance(outcome, Group):
                 observe(Sighting(str(settings.address), 0, "joined", has_joined=True))
                 return outcome
-            raise RendezvousError(f"rank {settings.rank} cannot join at {settings.address}: {outcome.describe()}")
+            is_for_want_of_others = outcome.code is RefusalCode.INCOMPLETE
+            fault = RendezvousError if is_for_want_of_others else RendezvousRefused
+            raise fault(f"rank {settings.rank} cannot join at {settings.address}: {outcome.describe()}")
         # Jitter keeps the peers of a group from knocking in step.
         time.sleep(min(pause_seconds * random.uniform(0.5, 1.0), max(0.0, deadline - now)))  # noqa: S311  jitter
         pause_seconds = min(2 * pause_seconds, _LAST_PAUSE_SECONDS)
