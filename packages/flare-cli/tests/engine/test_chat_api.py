@@ -3,11 +3,13 @@
 import asyncio
 
 import httpx
+import jinja2.sandbox
 import pytest
 
 from flare_cli.server.app import make_app
 from flare_cli.server.model import Limits
 from flare_cli.server.streaming import ClientGone, unless_gone
+from flare_cli.text.chat_template import ChatTemplate
 
 
 def hello(**fields):
@@ -38,6 +40,44 @@ def test_messages_go_through_the_models_template(make_server, make_model):
     assert server.post("/v1/chat/completions", {"messages": messages}).status_code == 200
     text = bytes(i - 3 for i in server.engine.requests[0].token_ids).decode()
     assert text == "<system>be brief<user>ab<assistant>c<user>d<bot>"
+
+
+def test_plain_settings_reach_the_template(make_server, make_model):
+    source = "{{ messages[0].content }}{% if enable_thinking is defined and not enable_thinking %}(no){% endif %}"
+    template = ChatTemplate(jinja2.sandbox.ImmutableSandboxedEnvironment().from_string(source), {})
+    server = make_server(model=make_model(chat_template=template))
+    server.post("/v1/chat/completions", hello(chat_template_kwargs={"enable_thinking": False}))
+    server.post("/v1/chat/completions", hello(chat_template_kwargs={"enable_thinking": True}))
+    server.post("/v1/chat/completions", hello(chat_template_kwargs=None))
+    texts = [bytes(i - 3 for i in request.token_ids).decode() for request in server.engine.requests]
+    assert texts == ["hi(no)", "hi", "hi"]
+    fields = hello(chat_template_kwargs={"enable_thinking": False})
+    assert server.post("/tokenize", fields).json()["count"] == len("hi(no)")
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{"a": {}}, {"a": []}, {"messages": 1}, {"add_generation_prompt": False}, {"bos_token": "x"}, {"a b": 1}, [1]],
+)
+def test_settings_that_are_not_plain_or_not_the_clients_are_refused(make_server, settings):
+    answer = make_server().post("/v1/chat/completions", hello(chat_template_kwargs=settings))
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"].startswith("chat_template_kwargs")
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": [{"role": "user", "content": "x" * 70}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "a"}]}, "messages[0].role"),
+    ],
+)
+def test_a_refusal_names_the_field_that_was_sent(make_server, fields, param):
+    error = make_server().post("/v1/chat/completions", hello() | fields).json()["error"]
+    assert error["param"] == param
+    assert error["type"] == "invalid_request_error"
 
 
 def test_a_stream_names_the_role_first_and_joins_to_the_answer(make_server, sse):

@@ -128,8 +128,9 @@ def template_of(tmp_path, source: str):
     return load_chat_template(tmp_path)
 
 
-def render(template, content: str = "x") -> str:
-    return template.render([{"role": "user", "content": content}], max_chars=10_000, add_generation_prompt=True)
+def render(template, content: str = "x", **settings) -> str:
+    messages = [{"role": "user", "content": content}]
+    return template.render(messages, max_chars=10_000, add_generation_prompt=True, settings=settings)
 
 
 def test_a_template_sees_messages_and_special_tokens(tmp_path):

@@ -161,7 +161,7 @@ async def tokenize(request: Request) -> ASGIApp:
         msg = "prompt: exactly one of prompt and messages is needed"
         raise RequestError(msg, param="prompt")
     if body.messages is not None:
-        ids = await asyncio.to_thread(chat_prompt, body.messages, model)
+        ids = await asyncio.to_thread(chat_prompt, body.messages, model, body.chat_template_kwargs)
     else:
         ids = await asyncio.to_thread(
             model.tokenizer.encode, body.prompt or "", add_special_tokens=body.add_special_tokens

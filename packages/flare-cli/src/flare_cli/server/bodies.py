@@ -69,6 +69,10 @@ Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 31)]
 Seed = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Penalty = Annotated[float, msgspec.Meta(ge=-2, le=2)]
 Salt = Annotated[str, msgspec.Meta(max_length=1024)]
+TemplateName = Annotated[str, msgspec.Meta(max_length=64, pattern="^[A-Za-z_][A-Za-z0-9_]*$")]
+TemplateValue = Annotated[str, msgspec.Meta(max_length=4096)] | int | float | bool | None
+TemplateSettings = Annotated[dict[TemplateName, TemplateValue], msgspec.Meta(max_length=32)]
+"""Variables that a client may set in the model's chat template, such as ``enable_thinking``: plain values only."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -132,6 +136,7 @@ class ChatBody(SamplingBody, frozen=True, kw_only=True):
     messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1, max_length=16384)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +145,7 @@ class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[dict[str, Any]] | None = None
+    chat_template_kwargs: TemplateSettings | None = None
     add_special_tokens: bool = True
     return_token_strs: bool = False
 
@@ -203,7 +209,8 @@ def convert_fields(fields: dict[str, Any], kind: type[Body], *, where: str = "")
 
 
 def _field_error(error: msgspec.ValidationError, where: str) -> RequestError:
-    text, _, path = str(error).partition(" - at `$")
+    text, _, place = str(error).partition(" - at `")
+    path = place.rpartition("$")[2]  # "$.seed`", and for the key of an object "key` in `$.logit_bias`"
     param = where + path.strip("`").lstrip(".")
     if not path and "required field" in text:
         param = where + text.partition("required field `")[2].rstrip("`")

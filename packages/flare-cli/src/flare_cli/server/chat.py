@@ -5,7 +5,7 @@ Knows no HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from flare_cli.server.bodies import ChatBody, ChatMessage, convert_fields
 from flare_cli.server.engine_port import EngineRequest
 from flare_cli.server.generation import OutputRequest, Piece
 from flare_cli.server.model import Limits, ServedModel
-from flare_cli.server.params import num_choices, sampling_params, stop_strings
+from flare_cli.server.params import max_tokens_field, num_choices, sampling_params, stop_strings
 from flare_core.errors import RequestError
 from flare_core.plan import TokenLogprobs
 
@@ -39,11 +39,13 @@ def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     for number, fields in enumerate(messages):
         where = f"messages[{number}]."
         given = {name: value for name, value in fields.items() if value or name not in _EMPTY_ASSISTANT_FIELDS}
-        message = convert_fields(given, ChatMessage, where=where)
-        role = _ROLES.get(message.role)
-        if role is None:
-            msg = f"{where}role: {message.role[:40]!r} is not supported; roles are {', '.join(_ROLES)}"
+        named = given.get("role")
+        if isinstance(named, str) and named not in _ROLES:
+            # Before its fields are looked at: those of a tool's message are unknown, but that is not the point.
+            msg = f"{where}role: {named[:40]!r} is not supported; roles are {', '.join(_ROLES)}"
             raise RequestError(msg, param=f"{where}role")
+        message = convert_fields(given, ChatMessage, where=where)
+        role = _ROLES[message.role]
         content = message.content
         if isinstance(content, list):
             content = "".join(part.text for part in content)
@@ -57,8 +59,12 @@ def template_messages(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]
     return checked
 
 
-def chat_prompt(messages: Sequence[dict[str, Any]], model: ServedModel) -> list[int]:
-    """Token ids of the prompt. Blocks up to a second and more for long texts; call it outside the event loop.
+def chat_prompt(
+    messages: Sequence[dict[str, Any]], model: ServedModel, settings: Mapping[str, object] | None = None
+) -> list[int]:
+    """Token ids of the prompt; ``settings`` are variables for the template.
+
+    Blocks up to a second and more for long texts; call it outside the event loop.
 
     Raises:
         RequestError: the model has no template, or it refuses the messages.
@@ -67,7 +73,9 @@ def chat_prompt(messages: Sequence[dict[str, Any]], model: ServedModel) -> list[
         msg = "this model has no chat template; use /v1/completions"
         raise RequestError(msg, param="messages", code="no_chat_template")
     checked = template_messages(messages)
-    text = model.chat_template.render(checked, max_chars=MAX_PROMPT_CHARS, add_generation_prompt=True)
+    text = model.chat_template.render(
+        checked, max_chars=MAX_PROMPT_CHARS, add_generation_prompt=True, settings=settings or {}
+    )
     return model.tokenizer.encode(text, add_special_tokens=False)
 
 
@@ -88,13 +96,15 @@ def chat_request(
         model,
         limits,
         num_prompt_tokens=len(token_ids),
+        prompt_field="messages",
         default_max_tokens=None,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         random_seed=random_seed,
     )
     if params.max_tokens < 1:
-        msg = "max_completion_tokens: must be at least 1"
-        raise RequestError(msg, param="max_completion_tokens")
+        name = max_tokens_field(body)
+        msg = f"{name}: must be at least 1"
+        raise RequestError(msg, param=name)
     request = EngineRequest(token_ids, params, tenant, body.cache_salt or "")
     return OutputRequest(request, n, 0, stops)
 

@@ -68,6 +68,7 @@ def completion_requests(
             model,
             limits,
             num_prompt_tokens=len(token_ids),
+            prompt_field="prompt",
             default_max_tokens=DEFAULT_MAX_TOKENS,
             logprobs=body.logprobs,
             random_seed=random_seed + number & (1 << 64) - 1,

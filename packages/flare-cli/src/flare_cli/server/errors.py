@@ -12,14 +12,11 @@ from flare_core.errors import RequestError
 __all__ = ["EngineUnavailable", "error_object", "error_response"]
 
 _TYPES = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     408: "timeout_error",
-    413: "invalid_request_error",
     429: "rate_limit_error",
-    500: "server_error",
     503: "service_unavailable",
 }
 
@@ -30,7 +27,8 @@ class EngineUnavailable(Exception):
 
 def error_object(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, object]:
     """The JSON object of an error; ``code`` is the status's name where there is none better."""
-    return {"error": {"message": message, "type": _TYPES.get(status, "server_error"), "param": param, "code": code}}
+    kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def error_response(error: RequestError | EngineUnavailable, *, retry_after: int = 1) -> Response:

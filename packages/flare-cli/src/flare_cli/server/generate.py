@@ -63,7 +63,7 @@ async def chat_completions(request: Request) -> ASGIApp:
     body = decode_body(await service.body(request), ChatBody)
     model = service.ready_model()
     check_model_name(body.model, model)
-    token_ids = await asyncio.to_thread(chat_prompt, body.messages, model)
+    token_ids = await asyncio.to_thread(chat_prompt, body.messages, model, body.chat_template_kwargs)
     output = chat_request(body, token_ids, model, service.limits, tenant=tenant, random_seed=secrets.randbits(64))
     renderer = ChatRenderer(f"chatcmpl-{secrets.token_hex(16)}", int(time.time()), model, body)
     return await _answer(request, service, [output], renderer, body)

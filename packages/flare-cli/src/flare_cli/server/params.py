@@ -17,6 +17,7 @@ __all__ = [
     "DEFAULT_MODEL_NAME",
     "check_model_name",
     "check_token_ids",
+    "max_tokens_field",
     "num_choices",
     "sampling_params",
     "stop_strings",
@@ -72,11 +73,12 @@ def sampling_params(
     limits: Limits,
     *,
     num_prompt_tokens: int,
+    prompt_field: str,
     default_max_tokens: int | None,
     logprobs: int | None,
     random_seed: int,
 ) -> SamplingParams:
-    """Final values for a prompt of ``num_prompt_tokens``.
+    """Final values for a prompt of ``num_prompt_tokens``, which the body has in ``prompt_field``.
 
     ``default_max_tokens`` is the API's where the body has none; None: what the context leaves.
 
@@ -84,6 +86,7 @@ def sampling_params(
         RequestError: the prompt and output do not fit the context, or a value over a limit.
     """
     defaults = model.defaults
+    _check_room(model, num_prompt_tokens, prompt_field)
     max_tokens = _max_tokens(body, model, limits, num_prompt_tokens, default_max_tokens)
     stop_ids = tuple(body.stop_token_ids or ())
     check_token_ids(stop_ids, model, param="stop_token_ids")
@@ -114,18 +117,26 @@ def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
 
-def _max_tokens(
-    body: SamplingBody, model: ServedModel, limits: Limits, num_prompt_tokens: int, default: int | None
-) -> int:
-    room = model.max_model_len - num_prompt_tokens
-    if room < 1:
+def max_tokens_field(body: SamplingBody) -> str:
+    """Which of its two names the body uses for the limit of output tokens."""
+    return "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+
+
+def _check_room(model: ServedModel, num_prompt_tokens: int, prompt_field: str) -> None:
+    if num_prompt_tokens >= model.max_model_len:
         msg = (
             f"the prompt has {num_prompt_tokens} tokens; this model's context is {model.max_model_len} tokens, and "
             "at least one of them must be left for output"
         )
-        raise RequestError(msg, param="prompt", code="context_length_exceeded")
+        raise RequestError(msg, param=prompt_field, code="context_length_exceeded")
+
+
+def _max_tokens(
+    body: SamplingBody, model: ServedModel, limits: Limits, num_prompt_tokens: int, default: int | None
+) -> int:
+    room = model.max_model_len - num_prompt_tokens
     asked = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    name = "max_tokens" if body.max_completion_tokens is None else "max_completion_tokens"
+    name = max_tokens_field(body)
     most = limits.max_output_tokens
     if asked is None:
         return min(value for value in (room, default, most) if value is not None)

@@ -23,6 +23,12 @@ __all__ = ["ChatTemplate", "load_chat_template"]
 MAX_TEMPLATE_BYTES = 1 << 20
 RENDER_SECONDS = 1.0
 
+_SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+_TAKEN_NAMES = frozenset(
+    {"messages", "add_generation_prompt", "tools", "documents", "raise_exception", "strftime_now", *_SPECIAL_TOKENS}
+)
+"""Variables that the server sets, or leaves unset on purpose."""
+
 
 class ChatTemplate:
     """A compiled template with the special tokens it may name."""
@@ -31,18 +37,34 @@ class ChatTemplate:
         self._template = template
         self._special_tokens = dict(special_tokens)
 
-    def render(self, messages: Sequence[Mapping[str, Any]], *, max_chars: int, add_generation_prompt: bool) -> str:
-        """The prompt. Blocks up to a second; call it outside the event loop.
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        max_chars: int,
+        add_generation_prompt: bool,
+        settings: Mapping[str, object],
+    ) -> str:
+        """The prompt; ``settings`` are further variables of the template, such as ``enable_thinking``.
+
+        Blocks up to a second; call it outside the event loop.
 
         Raises:
-            RequestError: the template refuses these messages, or takes too long, or gives too much.
+            RequestError: a setting has a name that is taken, the template refuses these messages, takes too long, or
+                gives too much.
         """
+        for name in settings:
+            if name in _TAKEN_NAMES:
+                msg = f"chat_template_kwargs: {name!r} is not the client's to set"
+                raise RequestError(msg, param="chat_template_kwargs")
         deadline = time.monotonic() + RENDER_SECONDS
         parts: list[str] = []
         num_chars = 0
         try:
             pieces = self._template.generate(
-                messages=messages, add_generation_prompt=add_generation_prompt, **self._special_tokens
+                {**self._special_tokens, **settings},
+                messages=messages,
+                add_generation_prompt=add_generation_prompt,
             )
             for piece in pieces:
                 parts.append(piece)
@@ -97,7 +119,7 @@ def _template_source(directory: Path, settings: Mapping[str, Any]) -> str | None
 
 def _special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
     tokens: dict[str, str] = {}
-    for name in ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token"):
+    for name in _SPECIAL_TOKENS:
         value = settings.get(name)
         if isinstance(value, dict):
             value = value.get("content")

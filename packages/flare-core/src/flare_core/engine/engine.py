@@ -155,7 +155,7 @@ class Engine:
         elif command.tier is Tier.MEMORY and self._store is not None:
             self._store.reset(command.tier)
         else:
-            failure = f"the {command.tier} tier cannot be reset"
+            failure = f"there is no {command.tier} tier"
         self._emit([CacheReset(command.reset_id, command.tier, failure)])
 
     def _poll_store(self) -> bool:
