@@ -63,7 +63,8 @@ def make_shape(name: str, scratch: Path) -> Path:
 
 def prompt_ids(context: int, vocab_size: int) -> list[int]:
     """A prompt of ``context`` ids that both sides see."""
-    return np.random.default_rng(context).integers(0, min(vocab_size, 40_000), context).tolist()
+    ids: list[int] = np.random.default_rng(context).integers(0, min(vocab_size, 40_000), context).tolist()
+    return ids
 
 
 @dataclass(slots=True)
@@ -92,8 +93,8 @@ class FlareSide:
         token_ids = np.array(prompt_ids(context, self.loaded.config.vocab_size), dtype="<u4").tobytes()
         params = SamplingParams(max_tokens=1 << 20, temperature=0.0)
         for slot in range(batch):
-            starts = (SequenceStart(slot, token_ids, context, params),)
-            pages = tuple(range(slot * self.slot_pages, (slot + 1) * self.slot_pages))
+            starts: tuple[SequenceStart, ...] = (SequenceStart(slot, token_ids, context, params),)
+            pages: tuple[int, ...] = tuple(range(slot * self.slot_pages, (slot + 1) * self.slot_pages))
             for at in range(0, context - 1, self.chunk):
                 run = Run(slot, RunKind.PREFILL, at, min(self.chunk, context - 1 - at), pages)
                 self._launch(run, starts=starts)
@@ -115,7 +116,7 @@ class FlareSide:
         return context * batch / (perf_counter() - begin)
 
 
-class _Clock(transformers.StoppingCriteria):  # type: ignore[misc]
+class _Clock(transformers.StoppingCriteria):
     """Notes when each token was there; stops nothing."""
 
     def __init__(self) -> None:
@@ -137,9 +138,11 @@ class TransformersSide:
     @classmethod
     def load(cls, directory: Path) -> TransformersSide:
         """Load the same checkpoint in float32."""
-        transformers.utils.logging.set_verbosity_error()
-        transformers.utils.logging.disable_progress_bar()
-        return cls(AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval())
+        logging: Any = transformers.utils.logging
+        logging.set_verbosity_error()
+        logging.disable_progress_bar()
+        model: Any = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+        return cls(model.eval())
 
     def _prompt(self, context: int, batch: int) -> torch.Tensor:
         return torch.tensor([prompt_ids(context, self.model.config.vocab_size)] * batch)

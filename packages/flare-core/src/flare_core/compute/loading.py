@@ -19,9 +19,12 @@ from flare_core.compute.runner import NUMERICS, TorchRunner
 from flare_core.compute.tensor_layout import rank_shard
 from flare_core.compute.weights import load_model
 from flare_core.errors import UsageError
-from flare_core.geometry import SetIdentity
+from flare_core.geometry import Geometry, SetIdentity
 
 __all__ = ["LoadedRunner", "load_runner"]
+
+_DEFAULT_SEQUENCES = 4
+"""Sequences of full length that the pool has room for when nothing says how large it is."""
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -66,7 +69,7 @@ def load_runner(
     """Open ``model_dir`` (a Hugging Face directory or a package), read the rank's weights, allocate its pages.
 
     Pages come from ``num_pages`` or from ``kv_bytes`` on the rank with the largest pages; with neither there is
-    room for four sequences of ``max_model_len``. ``max_model_len`` is by default the model's own limit.
+    room for four sequences of ``max_model_len``, which is by default the model's own limit.
     ``collectives`` may be left out at world size 1 only. Blocks on the disk.
 
     Raises:
@@ -84,8 +87,8 @@ def load_runner(
         geometry_for(config, each, world_size, page_tokens=page_tokens, kv_dtype=dtype) for each in range(world_size)
     )
     if num_pages is None:
-        wanted = 4 * -(-length // page_tokens)
-        num_pages = wanted if kv_bytes is None else pages_for_bytes(geometries, kv_bytes)
+        num_pages = _DEFAULT_SEQUENCES * -(-length // page_tokens)
+        num_pages = num_pages if kv_bytes is None else pages_for_bytes(geometries, kv_bytes)
     target = torch.device(device)
     model = load_model(
         checkpoint,
@@ -102,16 +105,22 @@ def load_runner(
         memory=memory,
         config=config,
         eos_token_ids=read_eos_token_ids(model_dir, config),
-        identity=SetIdentity(
-            model=checkpoint.identity,
-            page_tokens=page_tokens,
-            kv_dtype=dtype,
-            compute_dtype=dtype,
-            device_kind=target.type,
-            numerics=NUMERICS,
-            geometries=geometries,
-        ),
+        identity=_identity(checkpoint.identity, geometries, page_tokens=page_tokens, dtype=dtype, device=target),
         max_model_len=length,
+    )
+
+
+def _identity(
+    model: bytes, geometries: tuple[Geometry, ...], *, page_tokens: int, dtype: str, device: torch.device
+) -> SetIdentity:
+    return SetIdentity(
+        model=model,
+        page_tokens=page_tokens,
+        kv_dtype=dtype,
+        compute_dtype=dtype,
+        device_kind=device.type,
+        numerics=NUMERICS,
+        geometries=geometries,
     )
 
 
