@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_cli.agreement import Offer, agree, decode_offers, encode_offer
+from flare_cli.agreement import Offer, RankRefuses, agree, decode_offers, encode_offer
 from flare_core.errors import ConfigurationMismatch
 
 
@@ -20,7 +20,7 @@ def test_a_setting_that_one_rank_lacks_is_a_difference():
 
 
 def test_a_rank_that_cannot_start_stops_all_with_its_reason():
-    with pytest.raises(ConfigurationMismatch, match="rank 1: no such directory"):
+    with pytest.raises(RankRefuses, match="rank 1: no such directory"):
         agree([Offer({"a": "1"}), Offer({}, failure="no such directory")])
 
 

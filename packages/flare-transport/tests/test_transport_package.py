@@ -16,9 +16,9 @@ PUBLIC_NAMES = """
 FIRST_CONSUMER_CODE HEADER_BYTES HEARTBEAT Address AddressError CertificateError EndCause Frame FrameDecoder FrameType
 GreetingSettings Group HeartbeatSettings KeyFileError KeyValue KeyValueError KeyValueService KeyValueTimeoutError Link
 LinkEnd LinkListener LinkLost LinkOffer LinkSettings LinkState Liveness LocalProtocolError Peer PeerIdentity QueueFull
-RemoteProtocolError RendezvousError RendezvousSettings Router SecondLinkError Security Session Sighting StarExchange
-TransportError __version__ derive_key dial_link encode_frame generate_key key_value_over load_key_file local_link meet
-open_link_listener parse_address write_key
+RemoteProtocolError RendezvousError RendezvousRefused RendezvousSettings Router SecondLinkError Security Session
+Sighting StarExchange TransportError __version__ derive_key dial_link encode_frame generate_key key_value_over
+load_key_file local_link meet open_link_listener parse_address write_key
 """
 
 

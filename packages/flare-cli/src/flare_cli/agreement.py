@@ -9,9 +9,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from flare_core.errors import ConfigurationMismatch
+from flare_core.errors import ConfigurationMismatch, UsageError
 
-__all__ = ["Offer", "agree", "decode_offers", "encode_offer"]
+__all__ = ["Offer", "RankRefuses", "agree", "decode_offers", "encode_offer"]
+
+
+class RankRefuses(UsageError):
+    """Some rank cannot start, and all know why: what it was given cannot be used, so the group's start is a mistake."""
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -39,11 +43,12 @@ def agree(offers: Sequence[Offer]) -> Mapping[str, int]:
     """The agreed values of ``least``.
 
     Raises:
-        ConfigurationMismatch: a rank cannot start, or a setting differs: names it, the ranks and the values.
+        RankRefuses: a rank cannot start; says which, and why.
+        ConfigurationMismatch: a setting differs: names it, the ranks and the values.
     """
     failures = [f"rank {rank}: {offer.failure}" for rank, offer in enumerate(offers) if offer.failure]
     if failures:
-        raise ConfigurationMismatch("; ".join(failures))
+        raise RankRefuses("; ".join(failures))
     for name in {key: None for offer in offers for key in offer.equal}:
         values = [offer.equal.get(name, "nothing") for offer in offers]
         if any(value != values[0] for value in values):

@@ -11,16 +11,25 @@ from flare_cli.units import format_size
 __all__ = ["cache_facts", "cache_snapshot"]
 
 
-def cache_facts(config: RunConfig, report: JoinReport) -> tuple[tuple[str, str], ...]:
-    """(label, text) lines about both tiers, as agreed by all ranks."""
+_SURVIVES = {"process": "the death of any process", "power": "a power cut"}
+
+
+def cache_facts(
+    config: RunConfig, report: JoinReport, *, direct: bool, least_bytes: int
+) -> tuple[tuple[str, str], ...]:
+    """(label, text) lines about both tiers, as agreed by all ranks.
+
+    ``direct``: this rank's disk I/O is O_DIRECT; ``least_bytes``: the smallest record.
+    """
     facts: list[tuple[str, str]] = []
     if report.disk_limit_bytes:
         limits = ", ".join(_limit(each) for each in report.ranks)
-        how = config.prefix_cache_disk_transport
-        facts.append(
-            ("disk cache", f"{config.prefix_cache_disk}, {how} I/O, survives a {config.prefix_cache_durability} loss")
-        )
+        how = "direct" if direct else "buffered"
+        lasting = _SURVIVES[config.prefix_cache_durability]
+        facts.append(("disk cache", f"{config.prefix_cache_disk}, {how} I/O, records survive {lasting}"))
         facts.append(("disk limit", f"{format_size(report.disk_limit_bytes)} a rank, the least of all: {limits}"))
+        if report.disk_limit_bytes < least_bytes:
+            facts.append(("warning", f"nothing will be stored on disk: a record takes {format_size(least_bytes)}"))
         facts.append(("records", f"{report.num_kept} kept, {format_size(report.kept_bytes)}{_dropped(report)}"))
     if report.memory_limit_bytes:
         facts.append(("memory cache", f"{format_size(report.memory_limit_bytes)} a rank"))

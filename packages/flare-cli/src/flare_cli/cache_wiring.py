@@ -28,10 +28,11 @@ from flare_cli.config import RunConfig
 from flare_cli.control_group import ControlGroup
 from flare_cli.salt import salt_key
 from flare_cli.snapshot import CacheSnapshot
-from flare_cli.wiring import RankModel
+from flare_cli.units import format_size
+from flare_cli.wiring import RankModel, host_memory_bytes
 from flare_core.engine.engine import NoGate
 from flare_core.errors import UsageError
-from flare_core.geometry import PAGE_ALIGNMENT, align_up
+from flare_core.geometry import PAGE_ALIGNMENT, SetIdentity, align_up
 from flare_core.keys import salt_key_id
 from flare_core.ports import JobGate, PrefixStore
 from flare_core.prefix import Tier
@@ -74,6 +75,8 @@ class _Parts:
 
     setup: RankSetup
     directory: RecordDirectory | None
+    direct: bool
+    least_bytes: int
     staging: contextlib.ExitStack
 
     def release(self) -> None:
@@ -107,7 +110,7 @@ def open_leader_cache(config: RunConfig, group: ControlGroup, model: RankModel, 
         parts.release()
         raise
     cache.store, cache.gate = leader.store, leader.dispatcher
-    cache.facts = cache_facts(config, leader.report)
+    cache.facts = cache_facts(config, leader.report, direct=parts.direct, least_bytes=parts.least_bytes)
     cache.row_interval_tokens = leader.store.record_tokens if parts.setup.geometry.row_bytes else 0
     cache.snapshot = lambda: cache_snapshot(leader)
     cache.close = lambda: _close_leader(leader, parts)
@@ -133,7 +136,7 @@ def open_peer_cache(config: RunConfig, group: ControlGroup, model: RankModel, *,
         raise
     return RankCache(
         gate=peer.service,
-        facts=cache_facts(config, peer.report),
+        facts=cache_facts(config, peer.report, direct=parts.direct, least_bytes=parts.least_bytes),
         close=lambda: _close_peer(peer, parts),
     )
 
@@ -166,6 +169,7 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
         durability=Durability(config.prefix_cache_durability),
         accept_loss=config.prefix_cache_accept_loss,
     )
+    _check_limits(config, identity)
     geometry = identity.geometries[config.rank]
     directory = None
     direct = False
@@ -208,7 +212,32 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
         )
 
     setup = RankSetup(settings=settings, rank=config.rank, directory=directory, make_transport=make_transport)
-    return _Parts(setup, directory, staging)
+    return _Parts(setup, directory, direct, _least_record_bytes(identity), staging)
+
+
+def _least_record_bytes(identity: SetIdentity) -> int:
+    """What a record of one page takes on the rank where it is largest."""
+    return max(each.page_bytes + align_up(each.row_stride, PAGE_ALIGNMENT) for each in identity.geometries) + (
+        PAGE_ALIGNMENT  # its header
+    )
+
+
+def _check_limits(config: RunConfig, identity: SetIdentity) -> None:
+    """A tier that cannot hold a record of one page would never hold anything, and nobody would know why."""
+    least = _least_record_bytes(identity)
+    for flag, limit in (
+        ("--prefix-cache-disk-limit", config.prefix_cache_disk_limit),
+        ("--prefix-cache-memory", config.prefix_cache_memory or None),
+    ):
+        if limit is not None and limit < least:
+            msg = f"{flag} {format_size(limit)}: a record of one page takes {format_size(least)}; give more"
+            raise UsageError(msg)
+    if config.prefix_cache_memory > host_memory_bytes():
+        msg = (
+            f"--prefix-cache-memory {format_size(config.prefix_cache_memory)} is more than the "
+            f"{format_size(host_memory_bytes())} of this machine; give less"
+        )
+        raise UsageError(msg)
 
 
 def _use_direct(directory: RecordDirectory, config: RunConfig) -> bool:

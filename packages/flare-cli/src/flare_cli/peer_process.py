@@ -14,7 +14,7 @@ import threading
 
 import msgspec
 
-from flare_cli.agreement import Offer
+from flare_cli.agreement import Offer, RankRefuses
 from flare_cli.cache_wiring import open_peer_cache
 from flare_cli.config import RunConfig
 from flare_cli.control_group import ControlGroup, describe_sighting, join_group
@@ -70,7 +70,7 @@ class _Peer:
             return self._live()
         except (FlareError, TransportError) as error:
             if self._group is not None:
-                if not isinstance(error, ConfigurationMismatch):
+                if not isinstance(error, ConfigurationMismatch | RankRefuses):
                     self._group.tell_failure(str(error))
                 self._group.wait_for_end()
                 self._group.close()

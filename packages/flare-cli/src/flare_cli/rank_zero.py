@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 
-from flare_cli.agreement import Offer
+from flare_cli.agreement import Offer, RankRefuses
 from flare_cli.api_link import ApiLink
 from flare_cli.cache_wiring import RankCache, open_leader_cache
 from flare_cli.config import RunConfig
@@ -63,7 +63,7 @@ class RankZero:
         )
         try:
             self._assemble(self._group)
-        except ConfigurationMismatch:
+        except (ConfigurationMismatch, RankRefuses):
             raise
         except FlareError as error:
             self._group.tell_failure(str(error))

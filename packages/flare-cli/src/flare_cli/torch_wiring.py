@@ -13,7 +13,7 @@ import torch
 
 from flare_cli.config import RunConfig
 from flare_cli.control_group import ControlGroup
-from flare_cli.wiring import RankModel, StageReport, model_length, num_pages_for, pool_fact
+from flare_cli.wiring import RankModel, StageReport, host_memory_bytes, model_length, num_pages_for, pool_fact
 from flare_core.compute.collectives import connect_collectives
 from flare_core.compute.identity import default_digest_cache
 from flare_core.compute.kv_memory import geometry_for
@@ -53,7 +53,9 @@ def open_torch(
     largest = max(geometry.page_bytes for geometry in geometries)
     wanted = DEFAULT_POOL_SEQUENCES * -(-length // config.page_tokens) * largest
     default_bytes = min(wanted, _pool_bytes(device, directory, config.world_size))
-    num_pages = agree_pages(num_pages_for(config.kv_memory, geometries, default_bytes=default_bytes))
+    num_pages = agree_pages(
+        num_pages_for(config.kv_memory, geometries, default_bytes=default_bytes, capacity_bytes=_capacity_bytes(device))
+    )
     collectives = connect_collectives(
         group.key_value(),
         rank=config.rank,
@@ -109,6 +111,11 @@ def _device(config: RunConfig) -> str:
         raise UsageError(msg)
     torch.cuda.set_device(device)
     return device
+
+
+def _capacity_bytes(device: str) -> int:
+    """All the memory that the device has, in use or not."""
+    return host_memory_bytes() if device == "cpu" else int(torch.cuda.mem_get_info(device)[1])
 
 
 def _pool_bytes(device: str, directory: Path, world_size: int) -> int:

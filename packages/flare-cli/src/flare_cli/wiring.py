@@ -5,6 +5,7 @@ torch is imported inside the functions that need it.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,16 @@ from flare_core.errors import UsageError
 from flare_core.geometry import Geometry, SetIdentity
 from flare_core.ports import ModelRunner, PageMemory
 
-__all__ = ["RankModel", "StageReport", "export_model", "model_length", "num_pages_for", "open_model", "pool_fact"]
+__all__ = [
+    "RankModel",
+    "StageReport",
+    "export_model",
+    "host_memory_bytes",
+    "model_length",
+    "num_pages_for",
+    "open_model",
+    "pool_fact",
+]
 
 ORACLE_POOL_BYTES = 64 << 20
 ORACLE_MAX_MODEL_LEN = 131_072
@@ -95,7 +105,14 @@ def _open_oracle(
     length = model_length(
         config, min(model.max_position_embeddings, ORACLE_MAX_MODEL_LEN), model.max_position_embeddings
     )
-    num_pages = agree_pages(num_pages_for(config.kv_memory, identity.geometries, default_bytes=ORACLE_POOL_BYTES))
+    num_pages = agree_pages(
+        num_pages_for(
+            config.kv_memory,
+            identity.geometries,
+            default_bytes=ORACLE_POOL_BYTES,
+            capacity_bytes=host_memory_bytes(),
+        )
+    )
     num_snapshots = 2 * config.max_sequences if geometry.row_bytes else 0
     memory = OracleMemory(geometry, num_pages=num_pages, num_row_slots=config.max_sequences + num_snapshots)
     return RankModel(
@@ -110,22 +127,35 @@ def _open_oracle(
     )
 
 
-def num_pages_for(asked: KvMemory | None, geometries: Sequence[Geometry], *, default_bytes: int) -> int:
+def num_pages_for(
+    asked: KvMemory | None, geometries: Sequence[Geometry], *, default_bytes: int, capacity_bytes: int
+) -> int:
     """Pages of a pool: as asked for, or as many as ``default_bytes`` hold on the rank with the largest pages.
 
     Raises:
-        UsageError: fewer than two.
+        UsageError: fewer than two, or more than ``capacity_bytes``, the memory that the device has at all.
     """
+    largest = max(geometry.page_bytes for geometry in geometries)
     if asked is not None and asked.num_pages is not None:
         num_pages = asked.num_pages
     else:
         num_bytes = default_bytes if asked is None or asked.num_bytes is None else asked.num_bytes
-        num_pages = num_bytes // max(geometry.page_bytes for geometry in geometries)
+        num_pages = num_bytes // largest
     if num_pages < 2:
-        largest = max(geometry.page_bytes for geometry in geometries)
         msg = f"--kv-memory {asked} holds {num_pages} pages of {format_size(largest)}; give more"
         raise UsageError(msg)
+    if num_pages * largest > capacity_bytes:
+        msg = (
+            f"--kv-memory {asked} takes {format_size(num_pages * largest)} on the largest rank, more than the "
+            f"{format_size(capacity_bytes)} of memory that its device has; give less"
+        )
+        raise UsageError(msg)
     return num_pages
+
+
+def host_memory_bytes() -> int:
+    """The memory of this machine."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def model_length(config: RunConfig, default: int, most: int) -> int:

@@ -31,11 +31,12 @@ def free_port() -> int:
 class Ranks:
     """A group of rank processes; ``start`` waits until the API answers."""
 
-    model: Path
+    model: Path | None
     root: Path
     world_size: int = 1
     options: Sequence[str] = ()
     rank_options: dict[int, Sequence[str]] = field(default_factory=dict)
+    environment: dict[str, str] = field(default_factory=dict)
     disk: bool = True
     port: int = field(default_factory=free_port)
     rendezvous: int = field(default_factory=free_port)
@@ -57,7 +58,8 @@ class Ranks:
             self.launch_one(rank)
 
     def launch_one(self, rank: int, *options: str, log: str | None = None) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "flare_cli", "run", str(self.model), "--port", str(self.port)]
+        command = [sys.executable, "-m", "flare_cli", "run", "--port", str(self.port)]
+        command += [] if self.model is None else [str(self.model)]
         if self.world_size > 1:
             key = self.root / "cluster.key"
             if not key.exists():
@@ -70,7 +72,12 @@ class Ranks:
         command += [*self.options, *self.rank_options.get(rank, ()), *options]
         with (self.root / (log or f"rank{rank}.log")).open("wb") as output:
             process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | self.environment,
             )
         self.processes[rank if log is None else 1000 + len(self.processes)] = process
         return process

@@ -105,6 +105,25 @@ def test_a_key_file_open_to_others_is_refused_with_the_remedy(make_ranks, tmp_pa
     ends_with(ranks, {0: 2}, "chmod 600")
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--prefix-cache-disk-limit", "1K", "a record of one page takes"),
+        ("--prefix-cache-disk-limit", "0", "a record of one page takes"),
+        ("--prefix-cache-memory", "1K", "a record of one page takes"),
+        ("--prefix-cache-memory", "1000T", "of this machine"),
+        ("--kv-memory", "1pages", "give more"),
+        ("--kv-memory", "1000T", "give less"),
+    ],
+)
+def test_a_size_that_cannot_work_is_refused_on_every_rank(make_ranks, option, value, words):
+    ranks = make_ranks(world_size=2, rank_options={1: (option, value)})
+    if option == "--prefix-cache-memory":
+        ranks.rank_options[0] = (option, "10M")
+    ranks.launch()
+    ends_with(ranks, {0: 2, 1: 2}, option, words)
+
+
 def test_a_port_in_use_is_named(make_ranks):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         ranks = make_ranks(port=taken.getsockname()[1], disk=False)
@@ -134,14 +153,13 @@ def test_a_directory_of_another_rank_or_world_size_is_refused(make_ranks):
     for rank in (0, 1):
         ranks.rank_options[rank] = ("--prefix-cache-disk", str(ranks.directory(1 - rank)))
     ranks.launch()
-    codes = ranks.wait()
-    assert not set(codes.values()) & {0, 70}
+    assert ranks.wait() == {0: 2, 1: 2}
     assert "rank" in ranks.log(0)
     assert "Traceback" not in ranks.log(0) + ranks.log(1)
     ranks.processes.clear()
     alone = make_ranks(options=("--prefix-cache-disk", str(ranks.directory(0))))
     alone.launch()
-    assert not set(alone.wait().values()) & {0, 70}
+    assert alone.wait() == {0: 2}
     assert "world size" in alone.log(0).replace("world_size", "world size")
 
 
@@ -149,8 +167,7 @@ def test_a_directory_that_cannot_be_used_is_named(make_ranks, tmp_path):
     (tmp_path / "file").touch()
     ranks = make_ranks(world_size=2, rank_options={1: ("--prefix-cache-disk", str(tmp_path / "file"))})
     ranks.launch()
-    codes = ranks.wait()
-    assert not set(codes.values()) & {0, 70}
+    assert ranks.wait() == {0: 2, 1: 2}
     assert str(tmp_path / "file") in ranks.log(0)
     assert str(tmp_path / "file") in ranks.log(1)
     assert "Traceback" not in ranks.log(0) + ranks.log(1)

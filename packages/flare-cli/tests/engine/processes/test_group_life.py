@@ -10,6 +10,7 @@ import time
 import httpx
 import pytest
 
+from flare_cli.model_store import DEFAULT_MODEL
 from flare_core.testing.oracle_config import OracleConfig
 
 PROMPT = "abcdefghijklmnop" * 30
@@ -44,6 +45,26 @@ def test_a_restart_of_all_ranks_restores(make_ranks, world_size, config):
     restarted, tiers = ranks.cached(PROMPT)
     assert (restarted, tiers) == (cold, {"disk": len(PROMPT) - 1})
     assert all(ranks.record_names(rank) >= names for rank in range(world_size))
+
+
+def test_without_a_model_every_rank_takes_the_default_one(make_ranks, tmp_path):
+    directory = tmp_path / "cache" / "flare" / "models" / DEFAULT_MODEL.name
+    ranks = make_ranks(world_size=2, config=PLAIN, environment={"XDG_CACHE_HOME": str(tmp_path / "cache")})
+    directory.parent.mkdir(parents=True)
+    ranks.model.rename(directory)
+    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json"):
+        (directory / name).write_text("{}")
+    (directory / "model.safetensors").touch()
+    ranks.model = None
+    assert ranks.start().complete(PROMPT)["model"] == DEFAULT_MODEL.name
+
+
+def test_start_up_says_how_records_are_read_and_what_they_survive(make_ranks):
+    options = ("--prefix-cache-disk-transport", "buffered", "--prefix-cache-durability", "power")
+    ranks = make_ranks(config=PLAIN, options=options).start()
+    while "address" not in ranks.log(0):
+        pass
+    assert "buffered I/O, records survive a power cut" in ranks.log(0)
 
 
 def test_a_memory_tier_answers_before_the_disk(make_ranks):
