@@ -151,15 +151,15 @@ def test_a_join_idx_that_cannot_be_written_leaves_nothing(rank, monkeypatch) -> 
     assert not [name for name in rank.names() if "idx" in name]
 
 
-@pytest.mark.parametrize("cold_seconds", [0.0, 100.0])
-def test_many_records_are_found_by_one_thread_or_several(open_rank, new_identity, monkeypatch, cold_seconds) -> None:
+@pytest.mark.parametrize("cold_waits", [0.0, 100.0])
+def test_many_records_are_found_by_one_thread_or_several(open_rank, new_identity, monkeypatch, cold_waits) -> None:
     rank = open_rank()
     rank.store(new_identity())
     data = rank.path(new_identity()).read_bytes()
     names = [f"{number:064x}.rec" for number in range(600)]
     for name in names:
         (rank.directory.path / name).write_bytes(data)
-    monkeypatch.setattr(scan_module, "_COLD_SECONDS", cold_seconds)
+    monkeypatch.setattr(scan_module, "_COLD_WAITS", cold_waits)
     found = rank.scan()
     assert [record.identity for record in found.records] == [new_identity()]
     assert sorted(file.name for file in found.damaged) == names

@@ -222,7 +222,7 @@ class JoinLeader:
         disk_limit, _ = agreed_limits(statements)
         left_bytes = max(statement.left_bytes for statement in statements)
         self._agreement = agree(
-            self._records, summaries, sizes=self._sizes, limit_bytes=max(0, disk_limit - left_bytes)
+            self._records, own, others=summaries, sizes=self._sizes, limit_bytes=max(0, disk_limit - left_bytes)
         )
         self._digest = kept_digest(own, self._agreement.verdicts[0])
         effects: list[JoinEffect] = []

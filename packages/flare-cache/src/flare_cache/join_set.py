@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flare_cache.index import Record, RecordIndex
+from flare_cache.jobs import RecordIdentity
 from flare_cache.record_plan import FileSizes
 from flare_cache.scan import ScannedRecord
 
@@ -39,6 +40,8 @@ DIGEST_BYTES = 32
 KEEP_TAIL = 0x40
 KEEP_ROW = 0x80
 _VERDICT_MASK = 0x0F
+_KEPT = 0
+"""``Verdict.KEPT``; an enum is compared three times as slowly, and this is asked of every record."""
 
 
 class Verdict(enum.IntEnum):
@@ -143,33 +146,40 @@ def kept_digest(summary: Summary, verdicts: bytes) -> bytes:
 
 
 def agree(
-    own: Sequence[ScannedRecord], others: Mapping[int, Summary], *, sizes: FileSizes, limit_bytes: int
+    own: Sequence[ScannedRecord],
+    summary: Summary,
+    *,
+    others: Mapping[int, Summary],
+    sizes: FileSizes,
+    limit_bytes: int,
 ) -> Agreement:
     """The records that stay.
 
     Args:
         own: rank zero's scan, oldest use first, with token ids.
+        summary: of it.
         others: the peers' summaries, by rank.
         sizes: of this group's files.
         limit_bytes: what kept records may take on the rank where they are largest.
     """
-    summary = summarise(own)
     fates, parts = _shared(summary, others)
     kept: dict[bytes, KeptRecord] = {}
     places: dict[bytes, int] = {}
-    for at in sorted(range(len(own)), key=lambda place: own[place].identity.start):
-        record = own[at]
-        has_tail, has_row = bool(parts[at] & KEEP_TAIL), bool(parts[at] & KEEP_ROW)
-        if fates[at] == Verdict.KEPT and not _extends_kept(record, kept):
+    starts = [record.identity.start for record in own]
+    for at in sorted(range(len(own)), key=starts.__getitem__):
+        if fates[at] != _KEPT:
+            continue
+        record, part = own[at], parts[at]
+        identity, has_tail, has_row = record.identity, bool(part & KEEP_TAIL), bool(part & KEEP_ROW)
+        if not _extends_kept(identity, kept):
             fates[at] = Verdict.ORPHANED
-        if fates[at] == Verdict.KEPT and not has_tail and record.identity.num_pages == 0:
+        elif not has_tail and identity.num_pages == 0:
             fates[at] = Verdict.EMPTY
-        if fates[at] == Verdict.KEPT:
-            key = record.identity.key
-            num_bytes = sizes.largest(record.identity, has_tail=has_tail, has_row=has_row)
-            kept[key] = KeptRecord(record, has_tail, has_row, num_bytes)
-            places[key] = at
-            fates[at] = parts[at]
+        else:
+            num_bytes = sizes.largest(identity, has_tail=has_tail, has_row=has_row)
+            kept[identity.key] = KeptRecord(record, has_tail, has_row, num_bytes)
+            places[identity.key] = at
+            fates[at] = part
     oldest_first = _by_use(places, kept)
     kept_bytes = sum(record.num_bytes for record in kept.values())
     num_evicted = 0
@@ -223,9 +233,8 @@ def _find(wanted: bytes, held: bytes) -> NDArray[np.int64]:
     return np.where((there[candidates] == sought).all(axis=1), candidates, -1)
 
 
-def _extends_kept(record: ScannedRecord, kept: Mapping[bytes, KeptRecord]) -> bool:
+def _extends_kept(identity: RecordIdentity, kept: Mapping[bytes, KeptRecord]) -> bool:
     """Whether it begins a prompt, or at a page boundary behind the first page of a kept parent."""
-    identity = record.identity
     if not identity.parent_key:
         return identity.start == 0
     parent = kept.get(identity.parent_key)

@@ -6,8 +6,8 @@ Reads, and changes nothing. Which of the records stay is agreed between ranks by
 from __future__ import annotations
 
 import os
+import resource
 import stat
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from flare_cache.directory import RECORD_NAME, RecordDirectory
-from flare_cache.jobs import RecordIdentity
+from flare_cache.jobs import RecordIdentity, record_file_name
 from flare_cache.join_index import JoinEntry, read_join_index, write_join_index
 from flare_cache.record import (
     BLOCK_BYTES,
@@ -34,8 +34,10 @@ from flare_core.geometry import Geometry
 
 __all__ = ["OwnFile", "Scan", "ScannedRecord", "save_join_index", "scan_directory"]
 
+_KEY_DIGITS = 64
 _CHUNK = 256
-_COLD_SECONDS = 60e-6
+_COLD_WAITS = 0.25
+"""Waits a file from which on files count as cold: a cold one waits for its inode or its header, mostly both."""
 _NUM_THREADS = 4
 _LEFT_ALONE = {Problem.NEWER_FORMAT, Problem.OTHER_SET}
 
@@ -85,27 +87,12 @@ class Scan:
     num_hinted: int = 0
 
 
-class _Names(msgspec.Struct, frozen=True, gc=False):
-    """One record name and its status."""
-
-    name: str
-    size: int
-    mtime_ns: int
-    inode: int
-    is_file: bool
-
-
-def _record_names(directory: RecordDirectory) -> list[_Names]:
+def _record_entries(directory: RecordDirectory) -> list[os.DirEntry[str]]:
+    """Every record name, in inode order: so cold inodes and headers are read nearly in sequence."""
     with os.scandir(directory.dir_fd) as entries:
         own = [entry for entry in entries if RECORD_NAME.fullmatch(entry.name)]
-        # In inode order, cold inodes and headers are read nearly in sequence; a directory lists them in hash order.
-        own.sort(key=os.DirEntry.inode)
-        found: list[_Names] = []
-        for entry in own:
-            status = entry.stat(follow_symlinks=False)
-            is_file = stat.S_ISREG(status.st_mode)
-            found.append(_Names(entry.name, status.st_size, status.st_mtime_ns, status.st_ino, is_file))
-    return found
+    own.sort(key=os.DirEntry.inode)
+    return own
 
 
 def scan_directory(
@@ -119,28 +106,30 @@ def scan_directory(
     hints = _hints(directory, geometry, set_fingerprint)
     order = {key: position for position, key in enumerate(hints)}
     scanner = _Scanner(directory.dir_fd, geometry, set_fingerprint, with_token_ids)
-    names = _record_names(directory)
     records: list[ScannedRecord] = []
     damaged: list[OwnFile] = []
     left: list[OwnFile] = []
-    unknown: list[_Names] = []
-    directory.charge_all({found.name: found.size for found in names})
-    for found in names:
-        entry = hints.get(bytes.fromhex(found.name[:64]))
-        record = scanner.from_hint(entry, found) if entry is not None else None
-        if record is None:
-            unknown.append(found)
+    sizes: dict[str, int] = {}
+    unknown: list[os.DirEntry[str]] = []
+    for entry in _record_entries(directory):
+        hint = hints.get(bytes.fromhex(entry.name[:_KEY_DIGITS]))
+        record = scanner.from_hint(hint, entry) if hint is not None else None
+        if hint is None or record is None:
+            unknown.append(entry)
         else:
+            sizes[entry.name] = hint.size
             records.append(record)
     num_hinted = len(records)
-    for result in _judge_all(scanner, unknown):
+    for entry, (size, result) in zip(unknown, _judge_all(scanner, unknown), strict=True):
+        sizes[entry.name] = size
         match result:
             case ScannedRecord():
                 records.append(result)
-            case (file, True):
+            case _Unusable(file, leave=True):
                 left.append(file)
-            case (file, False):
+            case _Unusable(file):
                 damaged.append(file)
+    directory.charge_all(sizes)
     last = len(order)
     records.sort(key=lambda record: (order.get(record.identity.key, last), record.identity.key))
     return Scan(records, damaged, left, num_hinted)
@@ -153,21 +142,37 @@ def _hints(directory: RecordDirectory, geometry: Geometry, set_fingerprint: byte
     return {entry.identity.key: entry for entry in entries}
 
 
-_Judged = ScannedRecord | tuple[OwnFile, bool]
+@dataclass(frozen=True, slots=True)
+class _Unusable:
+    """``leave``: it may be another's, and is not to be touched."""
+
+    file: OwnFile
+    leave: bool
 
 
-def _judge_all(scanner: _Scanner, names: Sequence[_Names]) -> Iterator[_Judged]:
-    """Threads hide the latency of cold files; warm ones are judged faster by one, which the first files tell."""
-    start = time.perf_counter()
-    yield from [scanner.judge(found) for found in names[:_CHUNK]]
-    rest = names[_CHUNK:]
-    if time.perf_counter() - start < _COLD_SECONDS * _CHUNK:
+_Judged = tuple[int, ScannedRecord | _Unusable]
+"""The file's size, and what it is."""
+
+
+def _judge_all(scanner: _Scanner, entries: Sequence[os.DirEntry[str]]) -> Iterator[_Judged]:
+    """Threads hide the latency of cold files; warm ones are judged faster by one, which the first files tell.
+
+    By how often they made this thread wait, not by the time they took: that says as much about other processes.
+    """
+    before = _num_waits()
+    yield from [scanner.judge(entry) for entry in entries[:_CHUNK]]
+    rest = entries[_CHUNK:]
+    if _num_waits() - before < _COLD_WAITS * _CHUNK:
         yield from map(scanner.judge, rest)
         return
     chunks = [rest[at : at + _CHUNK] for at in range(0, len(rest), _CHUNK)]
     with ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="flare-scan") as pool:
-        for judged in pool.map(lambda chunk: [scanner.judge(found) for found in chunk], chunks):
+        for judged in pool.map(lambda chunk: [scanner.judge(entry) for entry in chunk], chunks):
             yield from judged
+
+
+def _num_waits() -> int:
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_nvcsw
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,56 +182,64 @@ class _Scanner:
     set_fingerprint: bytes
     with_token_ids: bool
 
-    def from_hint(self, entry: JoinEntry, found: _Names) -> ScannedRecord | None:
+    def from_hint(self, hint: JoinEntry, entry: os.DirEntry[str]) -> ScannedRecord | None:
         """The record without opening it, or None where the hint does not hold."""
-        if (entry.size, entry.mtime_ns, entry.inode) != (found.size, found.mtime_ns, found.inode):
+        status = _status(entry)
+        if status is None or not stat.S_ISREG(status.st_mode):
             return None
-        if self.with_token_ids and not entry.token_ids:
+        if (hint.size, hint.mtime_ns, hint.inode) != (status.st_size, status.st_mtime_ns, status.st_ino):
             return None
-        identity = entry.identity
+        if self.with_token_ids and not hint.token_ids:
+            return None
+        identity = hint.identity
         layout = file_layout(identity, page_bytes=self.geometry.page_bytes, row_stride=self.geometry.row_stride)
-        return self._record(identity, layout, digest=entry.invariant_digest, size=found.size, token_ids=entry.token_ids)
+        return self._record(identity, layout, digest=hint.invariant_digest, size=hint.size, token_ids=hint.token_ids)
 
-    def judge(self, found: _Names) -> _Judged:
-        """Open the file and say what it is; the flag of a file that is no record: leave it alone."""
+    def judge(self, entry: os.DirEntry[str]) -> _Judged:
+        """Open the file and say what it is."""
         first = b""
+        is_file = entry.is_file(follow_symlinks=False)
         try:
-            if not found.is_file:
+            if not is_file:
                 raise RecordError(Problem.NOT_A_RECORD, "no regular file")
-            first = self._read(found.name)
+            size, first = self._read(entry.name)
             header = decode_header(first)
             check_header(header, set_fingerprint=self.set_fingerprint, geometry=self.geometry)
-            return self._sound(header, found)
+            return size, self._sound(header, entry.name, size)
         except RecordError as error:
             problem, reason = error.problem, str(error)
         # A damaged header that names another set is not proven to be ours to remove.
         foreign = problem is Problem.HEADER_DIGEST and claimed_set(first) != self.set_fingerprint
-        return OwnFile(found.name, found.size, reason), foreign or problem in _LEFT_ALONE or not found.is_file
+        status = _status(entry)
+        size = status.st_size if status is not None else 0
+        return size, _Unusable(OwnFile(entry.name, size, reason), foreign or problem in _LEFT_ALONE or not is_file)
 
-    def _read(self, name: str) -> bytes:
+    def _read(self, name: str) -> tuple[int, bytes]:
+        """Size and header. A status of the open file costs a third of one by name."""
         try:
             fd = os.open(name, os.O_RDONLY | open_flags(direct=False), dir_fd=self.dir_fd)
             try:
+                size = os.fstat(fd).st_size
                 first = os.pread(fd, BLOCK_BYTES, 0)
                 length = header_length(first)
-                return first if length <= len(first) else os.pread(fd, length, 0)
+                return size, first if length <= len(first) else os.pread(fd, length, 0)
             finally:
                 os.close(fd)
         except OSError as error:
             raise RecordError(Problem.READ_ERROR, errno_name(error)) from error
 
-    def _sound(self, header: RecordHeader, found: _Names) -> ScannedRecord:
-        if header.identity.key.hex() != found.name[:64]:
+    def _sound(self, header: RecordHeader, name: str, size: int) -> ScannedRecord:
+        if header.identity.key.hex() != name[:_KEY_DIGITS]:
             raise RecordError(Problem.OTHER_RECORD, f"the file holds {header.identity.key.hex()}")
         record = self._record(
             header.identity,
             header.layout,
             digest=header.invariant_digest,
-            size=found.size,
+            size=size,
             token_ids=header.token_ids,
         )
         if record is None:
-            raise RecordError(Problem.TRUNCATED, f"{found.size} bytes, its pages end at {header.layout.pages_end}")
+            raise RecordError(Problem.TRUNCATED, f"{size} bytes, its pages end at {header.layout.pages_end}")
         return record
 
     def _record(
@@ -245,6 +258,14 @@ class _Scanner:
         )
 
 
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    """None: it went meanwhile."""
+    try:
+        return entry.stat(follow_symlinks=False)
+    except FileNotFoundError:
+        return None
+
+
 def save_join_index(
     directory: RecordDirectory, records: Sequence[ScannedRecord], *, geometry: Geometry, set_fingerprint: bytes
 ) -> None:
@@ -255,16 +276,16 @@ def save_join_index(
     Raises:
         OSError: it could not be written; the next scan opens the headers.
     """
-    status = {found.name: found for found in _record_names(directory) if found.is_file}
+    there = {entry.name: _status(entry) for entry in _record_entries(directory)}
     entries: list[JoinEntry] = []
     for record in records:
-        found = status.get(f"{record.identity.key.hex()}.rec")
-        if found is not None:
+        status = there.get(record_file_name(record.identity.key))
+        if status is not None and stat.S_ISREG(status.st_mode):
             entries.append(
                 JoinEntry(
-                    found.size,
-                    found.mtime_ns,
-                    found.inode,
+                    status.st_size,
+                    status.st_mtime_ns,
+                    status.st_ino,
                     record.identity,
                     record.invariant_digest,
                     record.token_ids,
