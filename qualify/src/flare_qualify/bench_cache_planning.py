@@ -12,53 +12,37 @@ import hashlib
 import json
 import os
 import resource
-import shutil
-import socket
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack
 from pathlib import Path
 
-from flare_cache.digest import section_digest
 from flare_cache.index import Record, RecordIndex
-from flare_cache.jobs import RecordIdentity, record_file_name
+from flare_cache.jobs import RecordIdentity
 from flare_cache.lookup import TierIndex, find_restorable
-from flare_cache.outcomes import ShardedLimits
-from flare_cache.record import encode_header
-from flare_cache.record_group import LeaderGroup, start_leader, start_peer
-from flare_cache.testing import RUN_ID, GroupPlan, LocalRank, make_rank, token_geometries
-from flare_core.geometry import Geometry
+from flare_cache.record_group import LeaderGroup
 from flare_core.keys import chain_keys, root_key, token_array
 from flare_core.prefix import PrefixQuery, Restorable, StoreRequest, Tier
-from flare_qualify.many_records import PAGE_TOKENS, small_identities
-from flare_transport.link import Link
-from flare_transport.local_link import local_link
+from flare_qualify.bench_join import measure_join
+from flare_qualify.rank_processes import PAGE_TOKENS, open_processes
 
-_DIM = 16
 _RECORD_PAGES = 32
 
 
 def main() -> None:
-    """Run what was asked for; as a peer process, serve until rank zero ends."""
+    """Run what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", choices=["lookup", "join", "jobs"])
     parser.add_argument("--num-records", type=int, default=100_000)
     parser.add_argument("--num-jobs", type=int, default=400)
     parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()))
-    parser.add_argument("--peer", nargs=4, metavar=("RANK", "WORLD_SIZE", "FD", "ROOT"), help=argparse.SUPPRESS)
+    parser.add_argument("--num-rounds", type=int, default=3, help="joins of each kind")
     options = parser.parse_args()
-    if options.peer is not None:
-        rank, world_size, descriptor, root = options.peer
-        _serve_peer(int(rank), int(world_size), int(descriptor), root)
-        return
     if options.only in (None, "lookup"):
         _print(lookup=_measure_lookup(options.num_records))
     if options.only in (None, "join"):
-        _print(join=_measure_join(options.num_records, options.directory, world_size=3))
+        _print(join=measure_join(options.num_records, options.directory, world_size=3, num_rounds=options.num_rounds))
     if options.only in (None, "jobs"):
         _print(jobs=_measure_jobs(options.num_jobs, options.directory, world_size=4))
 
@@ -131,139 +115,17 @@ def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-# Groups of processes.
-
-
-def _plan(world_size: int, root: Path | None, *, memory_bytes: int | None = None) -> GroupPlan:
-    geometries = token_geometries(world_size, page_tokens=PAGE_TOKENS, dims=[_DIM] * world_size)
-    return GroupPlan(geometries=geometries, root=root, num_pages=64, memory_bytes=memory_bytes)
-
-
-class _Group:
-    """Rank zero here, every peer in a process."""
-
-    def __init__(self, plan: GroupPlan, stack: ExitStack) -> None:
-        self.plan = plan
-        self.rank: LocalRank = make_rank(plan, 0)
-        self.links: dict[int, Link] = {}
-        world_size = len(plan.geometries)
-        peers: list[subprocess.Popen[bytes]] = []
-        for rank in range(1, world_size):
-            here, there = socket.socketpair()
-            self.links[rank] = local_link(here, name=f"record link to rank {rank}")
-            place = [str(rank), str(world_size), str(there.fileno()), str(plan.root or "")]
-            command = [sys.executable, "-m", "flare_qualify.bench_cache_planning", "--peer", *place]
-            process = subprocess.Popen(command, pass_fds=[there.fileno()], stdout=subprocess.PIPE)
-            there.close()
-            peers.append(stack.enter_context(process))
-        for process in peers:
-            # Rank zero begins when all have imported and opened what they need; links are silent until then.
-            if process.stdout is None or not process.stdout.readline():
-                raise RuntimeError("a peer ended before it began")
-
-    def start(self) -> LeaderGroup:
-        return start_leader(
-            self.rank.setup,
-            self.links,
-            run_id=RUN_ID,
-            on_outcome=lambda: None,
-            on_poison=lambda reason: print(f"poisoned: {reason}", file=sys.stderr, flush=True),
-            limits=ShardedLimits(),
-        )
-
-
-def _serve_peer(rank: int, world_size: int, descriptor: int, root: str) -> None:
-    plan = _plan(world_size, Path(root) if root else None, memory_bytes=None if root else 64 << 20)
-    local = make_rank(plan, rank)
-    link = local_link(socket.socket(fileno=descriptor), name="record link to rank 0")
-    print("ready", flush=True)
-    peer = start_peer(local.setup, link, run_id=RUN_ID, on_end=lambda _: None)
-    peer.service.wait_ended()
-
-
-# Join.
-
-
-def _measure_join(num_records: int, directory: Path, *, world_size: int) -> dict[str, float]:
-    root = Path(tempfile.mkdtemp(prefix="flare-join-", dir=directory))
-    plan = _plan(world_size, root)
-    fingerprint = plan.cache_settings(0).identity.fingerprint()
-    try:
-        for geometry in plan.geometries:
-            _write_records(root / f"rank{geometry.rank}", num_records, geometry=geometry, fingerprint=fingerprint)
-        seconds: list[float] = []
-        reads: list[float] = []
-        leader_cpu: list[float] = []
-        kept = 0
-        for _ in range(3):
-            with ExitStack() as stack:
-                group = _Group(plan, stack)
-                reads.append(_read_files(root / "rank0"))
-                start, cpu_start = time.perf_counter(), time.process_time()
-                leader = group.start()
-                seconds.append(time.perf_counter() - start)
-                leader_cpu.append(time.process_time() - cpu_start)
-                kept = leader.report.num_kept
-                leader.dispatcher.close(10)
-                if group.rank.directory is not None:
-                    group.rank.directory.close()
-        if kept != num_records:
-            raise RuntimeError(f"{kept} of {num_records} records were kept")
-    finally:
-        shutil.rmtree(root)
-    return {
-        "num_records": num_records,
-        "world_size": world_size,
-        "join_seconds": statistics.median(seconds),
-        "join_cpu_seconds_of_rank_zero": statistics.median(leader_cpu),
-        "reads_of_one_rank_seconds": statistics.median(reads),
-        "join_over_reads": statistics.median(one / other for one, other in zip(seconds, reads, strict=True)),
-    }
-
-
-def _read_files(path: Path) -> float:
-    """Merely open every file of one rank and read its first block; seconds."""
-    start = time.perf_counter()
-    with os.scandir(path) as entries:
-        for entry in entries:
-            descriptor = os.open(entry.path, os.O_RDONLY)
-            os.pread(descriptor, 4096, 0)
-            os.close(descriptor)
-    return time.perf_counter() - start
-
-
-def _write_records(path: Path, num_records: int, *, geometry: Geometry, fingerprint: bytes) -> None:
-    path.mkdir(mode=0o700)
-    page = bytes(geometry.page_bytes)
-    for identity, token_ids in small_identities(num_records):
-        digest = section_digest(identity.store_id, geometry.rank, index=0, payload=[memoryview(page)])
-        header = encode_header(identity, token_ids, set_fingerprint=fingerprint, geometry=geometry, digests=digest)
-        (path / record_file_name(identity.key)).write_bytes(header + page)
-
-
 # Jobs.
 
 
 def _measure_jobs(num_jobs: int, directory: Path, *, world_size: int) -> dict[str, float]:
     results: dict[str, float] = {"world_size": world_size, "num_jobs": num_jobs}
-    with ExitStack() as stack:
-        plan = _plan(world_size, None, memory_bytes=64 << 20)
-        leader = _Group(plan, stack).start()
-        stores, fetches = _round_trips(leader, num_jobs)
-        results["memory_store_ms"] = 1000 * statistics.median(stores)
-        results["memory_fetch_ms"] = 1000 * statistics.median(fetches)
-        leader.dispatcher.close(10)
-    root = Path(tempfile.mkdtemp(prefix="flare-jobs-", dir=directory))
-    try:
-        with ExitStack() as stack:
-            group = _Group(_plan(world_size, root), stack)
-            leader = group.start()
-            stores, fetches = _round_trips(leader, num_jobs)
-            results["disk_store_ms"] = 1000 * statistics.median(stores)
-            results["disk_fetch_ms"] = 1000 * statistics.median(fetches)
-            leader.dispatcher.close(10)
-    finally:
-        shutil.rmtree(root)
+    with tempfile.TemporaryDirectory(prefix="flare-jobs-", dir=directory) as path:
+        for tier, root in (("memory", None), ("disk", Path(path))):
+            with open_processes(world_size, root) as group, group.joined() as (leader, _):
+                stores, fetches = _round_trips(leader, num_jobs)
+            results[f"{tier}_store_ms"] = 1000 * statistics.median(stores)
+            results[f"{tier}_fetch_ms"] = 1000 * statistics.median(fetches)
     return results
 
 

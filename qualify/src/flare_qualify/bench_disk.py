@@ -24,7 +24,7 @@ from flare_cache.host_memory import aligned_buffer
 from flare_cache.jobs import JobOp, RecordIdentity, record_file_name
 from flare_cache.record_file import DiskTransport, open_flags, read_sections, write_sections
 from flare_cache.staged import DEFAULT_NUM_THREADS
-from flare_qualify.page_cache import can_drop_page_cache, drop_page_cache
+from flare_cli.bench_cache.page_cache import drop_page_cache
 from flare_qualify.staged_rank import StagedRank, bench_geometry, bench_identity, opened_rank
 
 __all__ = ["Comparison", "Extent", "compare", "raw_transfer"]
@@ -88,12 +88,6 @@ def _extents(paths: Sequence[Path], memory: memoryview, *, file_bytes: int, part
     ]
 
 
-def _drop() -> None:
-    os.sync()
-    if can_drop_page_cache():
-        drop_page_cache()
-
-
 @dataclass(frozen=True, slots=True)
 class _Bench:
     rank: StagedRank
@@ -132,7 +126,7 @@ class _Bench:
         for turn in range(rounds):
             sides = [False, True] if turn % 2 else [True, False]
             for is_raw in sides:
-                _drop()
+                drop_page_cache(self.path)
                 if is_raw:
                     raw.append(self.raw_read() if op is JobOp.FETCH else self.raw_write())
                     continue
