@@ -90,8 +90,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     """One step.
 
-    Order on every rank: wait for ``needs_jobs``; row and page copies; starts; runs (PREFILL each alone, FIRST each
-    alone, DECODE as one batch in the order given).
+    Order on every rank: wait for ``needs_jobs``; row and page copies; starts; runs: PREFILL
+    (sequences may share products), FIRST (with the bits that each has alone), DECODE as one batch in the order given.
 
     Attributes:
         step: numbered from 1 without gaps.

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-__all__ = ["AttentionPlan", "BatchRow", "PagedAttention"]
+__all__ = ["AttentionPlan", "BatchRow", "ChunkGroup", "PagedAttention"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,14 +20,36 @@ class BatchRow:
 
 
 class AttentionPlan(Protocol):
-    """One step's attention. Used by one thread; valid until the next plan of the same backend is made."""
+    """Attention of one pass through the layers. Used by one thread; plans of one backend are not used by turns.
+
+    Chunks of one step are made together and used layer by layer, one after the other.
+    """
+
+    def write(self, layer: int, key_value: torch.Tensor) -> None:
+        """Write the tokens' keys and values, ``key_value`` [M, 2, KV heads, D], rotated, to their pages."""
+        ...
 
     def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
-        """Write the tokens' keys and values to their pages, then attend.
-
-        ``query`` [M, query heads, D] and ``key_value`` [M, 2, KV heads, D], rotated; gives [M, query heads * D].
-        """
+        """Write as :meth:`write`, then attend with ``query`` [M, query heads, D]; gives [M, query heads * D]."""
         ...
+
+
+class ChunkGroup:
+    """Chunks of several sequences as one plan: their rows stand one behind the other, each attends on its own."""
+
+    def __init__(self, plans: Sequence[AttentionPlan], sizes: Sequence[int]) -> None:
+        self._plans = plans
+        self._sizes = list(sizes)
+
+    def write(self, layer: int, key_value: torch.Tensor) -> None:
+        """As :meth:`AttentionPlan.write`."""
+        for plan, part in zip(self._plans, torch.split(key_value, self._sizes), strict=True):
+            plan.write(layer, part)
+
+    def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        """As :meth:`AttentionPlan.attend`."""
+        parts = zip(torch.split(query, self._sizes), torch.split(key_value, self._sizes), strict=True)
+        return torch.cat([plan.attend(layer, *part) for plan, part in zip(self._plans, parts, strict=True)])
 
 
 class PagedAttention(Protocol):

@@ -86,28 +86,30 @@ class _Chunk:
         self._start = start
         scratch = backend.reserve(num_past)
         self._keys, self._values = scratch.flatten(2).unbind(0)
-        # [k|v, KV heads, 1, start, D]: what came before the chunk, as attention reads it.
-        self._past = scratch.flatten(1, 2)[:, :start].permute(0, 2, 1, 3).unsqueeze(2)
+        # Keys and values before the chunk, each [KV heads, 1, start, D], as attention reads them.
+        self._past = scratch.flatten(1, 2)[:, :start].permute(0, 2, 1, 3).unsqueeze(2).unbind(0)
+
+    def write(self, layer: int, key_value: torch.Tensor) -> None:
+        pool = self._backend.layer(layer)
+        for page, slot, token, count in self._writes:
+            pool[page, :, slot : slot + count].copy_(key_value[token : token + count].transpose(0, 1))
 
     def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
         num_tokens, num_heads, dim = query.shape
         num_kv_heads = key_value.shape[2]
         group = num_heads // num_kv_heads
-        if self._start:
-            self._backend.gather(layer, self._past_ids, self._keys, self._values)
-        pool = self._backend.layer(layer)
-        for page, slot, token, count in self._writes:
-            pool[page, :, slot : slot + count].copy_(key_value[token : token + count].transpose(0, 1))
+        self.write(layer, key_value)
         # KV heads stand as the batch and a group's query heads as its heads: keys and values are read, not copied.
-        heads = query.view(num_tokens, num_kv_heads, group, dim).permute(1, 2, 0, 3)
+        heads = query.view(num_tokens, num_kv_heads, group, dim).permute(1, 2, 0, 3).contiguous()
         keys, values = key_value.permute(1, 2, 0, 3).unsqueeze(2).expand(-1, -1, group, -1, -1).unbind(0)
         own, own_lse = _flash(heads, keys, values, 0.0, True)
         if not self._start:
             return _tokens_first(own)
-        past = self._past.expand(-1, -1, group, -1, -1)
-        earlier, earlier_lse = _flash(heads, past[0], past[1])
-        weight = torch.sigmoid(earlier_lse - own_lse).unsqueeze(-1)
-        return _tokens_first(torch.lerp(own, earlier, weight.to(own.dtype)))
+        self._backend.gather(layer, self._past_ids, self._keys, self._values)
+        # Without a mask a group's heads are just more rows: the kernel works best with many.
+        earlier, earlier_lse = _flash(heads.view(num_kv_heads, 1, group * num_tokens, dim), *self._past)
+        weight = torch.sigmoid(earlier_lse.reshape(own_lse.shape) - own_lse).unsqueeze(-1)
+        return _tokens_first(torch.lerp(own, earlier.reshape(own.shape), weight.to(own.dtype)))
 
 
 def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
@@ -138,13 +140,16 @@ class _Batch:
         # One row is written through views of its place in every layer, [layer][1, k|v, head, dim].
         self._targets = backend.views[pages[0], :, :, slots[0]].unsqueeze(1).unbind(0) if len(rows) == 1 else ()
 
-    def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
-        num_rows, num_heads, dim = query.shape
-        num_kv_heads = key_value.shape[2]
-        if num_rows == 1:
+    def write(self, layer: int, key_value: torch.Tensor) -> None:
+        if self._targets:
             self._targets[layer].copy_(key_value)
         else:
             self._backend.layer(layer).index_put_(self._where, key_value)
+
+    def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        num_rows, num_heads, dim = query.shape
+        num_kv_heads = key_value.shape[2]
+        self.write(layer, key_value)
         self._backend.gather(layer, self._page_ids, self._keys, self._values)
         folded = query.view(num_rows, num_kv_heads, num_heads // num_kv_heads, dim)
         if num_rows == 1:

@@ -79,9 +79,12 @@ class _Plan:
         self._mask = mask.unsqueeze(1)
         self._hidden = ~mask.any(1)[:, :, None, None]
 
+    def write(self, layer: int, key_value: torch.Tensor) -> None:
+        self._kv.views[:, layer][self._targets, :, self._slots] = key_value
+
     def attend(self, layer: int, query: torch.Tensor, key_value: torch.Tensor) -> torch.Tensor:
+        self.write(layer, key_value)
         pool = self._kv.views[:, layer]
-        pool[self._targets, :, self._slots] = key_value
         num_sequences = self._tables.shape[0]
         gathered = pool[self._tables]  # [B, pages, 2, token, head, dim]
         keys = gathered[:, :, 0].flatten(1, 2).masked_fill(self._hidden, 0).transpose(1, 2)

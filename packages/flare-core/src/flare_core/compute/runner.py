@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from flare_core.compute.attention import AttentionPlan, BatchRow, PagedAttention
+from flare_core.compute.attention import BatchRow, ChunkGroup, PagedAttention
+from flare_core.compute.half_weights import MAX_ROWS
 from flare_core.compute.kv_memory import KvMemory
 from flare_core.compute.logprobs import RawLogprobs, raw_logprobs
 from flare_core.compute.sampler import choose_tokens, clean_
@@ -116,14 +117,11 @@ class TorchRunner:
         for run in plan.runs:
             self._slot(run.slot).pages.extend(run.new_pages)
         prompt_parts: list[_PromptPart] = []
-        for run in plan.runs:
-            if run.kind is RunKind.PREFILL:
-                prompt_parts.extend(self._prefill(run))
+        if prefill := [run for run in plan.runs if run.kind is RunKind.PREFILL]:
+            prompt_parts.extend(self._prefill(prefill))
         first = [run for run in plan.runs if run.kind is RunKind.FIRST]
         decode = [run for run in plan.runs if run.kind is RunKind.DECODE]
-        hidden = [self._first(run) for run in first]
-        if decode:
-            hidden.append(self._decode(decode))
+        hidden = [self._sampling_rows(runs) for runs in self._grouped(first, decode)]
         if not hidden:
             return _TorchStep(plan.step, (), None, (), None, tuple(prompt_parts), self._mark())
         sampled = first + decode
@@ -176,16 +174,30 @@ class TorchRunner:
             raise ValueError(f"the plan computes tokens up to {start + num_tokens}, {len(slot.token_ids)} are known")
         return torch.from_numpy(part.astype(np.int64)).to(self._device, non_blocking=True)
 
-    def _hidden(self, token_ids: torch.Tensor, positions: Sequence[int] | range, plan: AttentionPlan) -> torch.Tensor:
-        where = torch.tensor(positions, dtype=torch.float32).to(self._device, non_blocking=True)
-        return self.model.hidden(token_ids, where, plan)
+    def _positions(self, positions: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(positions, dtype=torch.float32).to(self._device, non_blocking=True)
 
-    def _prefill(self, run: Run) -> list[_PromptPart]:
-        slot = self._slot(run.slot)
-        plan = self._attention.chunk(slot.pages, run.start, run.num_tokens)
-        positions = range(run.start, run.start + run.num_tokens)
-        rows = self._hidden(self._known(slot, run.start, run.num_tokens), positions, plan)
-        return self._prompt_logprobs(run, slot, rows)
+    def _prefill(self, runs: Sequence[Run]) -> list[_PromptPart]:
+        """All PREFILL runs in one pass: products take their rows together, attention each sequence's alone."""
+        slots = [self._slot(run.slot) for run in runs]
+        plans = [
+            self._attention.chunk(slot.pages, run.start, run.num_tokens) for slot, run in zip(slots, runs, strict=True)
+        ]
+        sizes = [run.num_tokens for run in runs]
+        plan = plans[0] if len(plans) == 1 else ChunkGroup(plans, sizes)
+        token_ids = torch.cat(
+            [self._known(slot, run.start, run.num_tokens) for slot, run in zip(slots, runs, strict=True)]
+        )
+        positions = self._positions([at for run in runs for at in range(run.start, run.start + run.num_tokens)])
+        if all(slot.sampling.params.prompt_logprobs is None for slot in slots):
+            self.model.prefill(token_ids, positions, plan)
+            return []
+        rows = torch.split(self.model.hidden(token_ids, positions, plan), sizes)
+        return [
+            part
+            for run, slot, own in zip(runs, slots, rows, strict=True)
+            for part in self._prompt_logprobs(run, slot, own)
+        ]
 
     def _prompt_logprobs(self, run: Run, slot: _Slot, rows: torch.Tensor) -> list[_PromptPart]:
         """For the prompt tokens that follow the run's positions, where the request asked for them."""
@@ -201,18 +213,27 @@ class TorchRunner:
             parts.append(_PromptPart(run.slot, num_top, raw_logprobs(logits, following[block])))
         return parts
 
-    def _first(self, run: Run) -> torch.Tensor:
-        slot = self._slot(run.slot)
-        plan = self._attention.batch([BatchRow(slot.pages, run.start)])
-        return self._hidden(self._known(slot, run.start, 1), [run.start], plan)
+    def _grouped(self, first: Sequence[Run], decode: Sequence[Run]) -> list[Sequence[Run]]:
+        """Which sampling runs are computed together: as the plan says, or more where that changes no bit."""
+        if self.model.is_row_invariant and len(first) + len(decode) <= MAX_ROWS:
+            groups: list[Sequence[Run]] = [[*first, *decode]]
+        elif self.model.is_row_invariant:
+            groups = [first[at : at + MAX_ROWS] for at in range(0, len(first), MAX_ROWS)] + [decode]
+        else:
+            groups = [[run] for run in first] + [decode]
+        return [group for group in groups if group]
 
-    def _decode(self, runs: Sequence[Run]) -> torch.Tensor:
+    def _sampling_rows(self, runs: Sequence[Run]) -> torch.Tensor:
+        """Rows [len(runs), hidden] of one token each; its id is the slot's last token, known or sampled."""
+        for run in runs:
+            if run.kind is RunKind.FIRST:
+                self._last_tokens[run.slot] = int(self._slot(run.slot).token_ids[run.start])
         plan = self._attention.batch([BatchRow(self._slot(run.slot).pages, run.start) for run in runs])
         slots = torch.tensor([run.slot for run in runs]).to(self._device, non_blocking=True)
-        return self._hidden(self._last_tokens[slots], [run.start for run in runs], plan)
+        return self.model.hidden(self._last_tokens[slots], self._positions([run.start for run in runs]), plan)
 
     def _sample(self, runs: Sequence[Run], hidden: Sequence[torch.Tensor]) -> tuple[torch.Tensor, RawLogprobs | None]:
-        """Tokens of the runs; ``hidden`` holds their rows, each FIRST alone and the batch together."""
+        """Tokens of the runs; ``hidden`` holds their rows, in groups."""
         local = [self.model.local_logits(rows) for rows in hidden]
         logits = self.model.gather_logits(local[0] if len(local) == 1 else torch.cat(local))
         states = [self._slot(run.slot).sampling for run in runs]

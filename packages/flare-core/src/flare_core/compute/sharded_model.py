@@ -30,7 +30,12 @@ __all__ = ["ShardedModel"]
 
 @dataclass(frozen=True, slots=True)
 class ShardedModel:
-    """A decoder as one rank computes it. ``embedding`` and ``head`` hold the rank's vocabulary ids only."""
+    """A decoder as one rank computes it. ``embedding`` and ``head`` hold the rank's vocabulary ids only.
+
+    ``is_row_invariant``: up to :data:`flare_core.compute.half_weights.MAX_ROWS` rows computed together have the bits
+    that each has alone. So it is where all products take the 16-bit copies, on one rank (a sum over ranks may add in
+    another order at another place in the tensor).
+    """
 
     config: ModelConfig
     shard: RankShard
@@ -40,6 +45,7 @@ class ShardedModel:
     layers: tuple[LayerWeights, ...]
     final_norm: RmsNorm
     head: Projection
+    is_row_invariant: bool
 
     def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
         """Rows [M, hidden] after the last layer, before the final norm.
@@ -52,6 +58,17 @@ class ShardedModel:
             rows = self._attention(rows, index, layer, rotations, plan)
             rows = self._mlp(rows, layer)
         return rows
+
+    def prefill(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> None:
+        """As :meth:`hidden` for tokens whose rows nobody wants: of the last layer only keys and values are computed."""
+        rows = self._embed(token_ids)
+        rotations = self.rotary.rotations(positions)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers[:last]):
+            rows = self._attention(rows, index, layer, rotations, plan)
+            rows = self._mlp(rows, layer)
+        _, key_value = self._query_key_value(rows, self.layers[last], rotations)
+        plan.write(last, key_value)
 
     def local_logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [M, ids of this rank], float32, of rows as :meth:`hidden` gives them."""
@@ -81,18 +98,22 @@ class ShardedModel:
     def _attention(
         self, rows: torch.Tensor, index: int, layer: LayerWeights, rotations: torch.Tensor, plan: AttentionPlan
     ) -> torch.Tensor:
+        query, key_value = self._query_key_value(rows, layer, rotations)
+        return self._sum(rows, plan.attend(index, query, key_value), layer.output)
+
+    def _query_key_value(
+        self, rows: torch.Tensor, layer: LayerWeights, rotations: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotated queries [M, query heads, D], and rotated keys beside values [M, 2, KV heads, D]."""
         dim = self.config.head_dim
-        heads = self.shard.heads
-        num_query, num_kv = len(heads.query), len(heads.kv)
+        num_query, num_kv = len(self.shard.heads.query), len(self.shard.heads.kv)
         normed = rms_norm(rows, layer.attention_norm)
         parts = project(normed, layer.qkv).view(rows.shape[0], num_query + 2 * num_kv, dim)
         turned = parts[:, : num_query + num_kv]
         if layer.head_norm is not None:
             turned.copy_(rms_norm(turned, layer.head_norm))
         rotate_(turned, rotations)
-        key_value = parts[:, num_query:].view(rows.shape[0], 2, num_kv, dim)
-        attended = plan.attend(index, parts[:, :num_query], key_value)
-        return self._sum(rows, attended, layer.output)
+        return parts[:, :num_query], parts[:, num_query:].view(rows.shape[0], 2, num_kv, dim)
 
     def _mlp(self, rows: torch.Tensor, layer: LayerWeights) -> torch.Tensor:
         normed = rms_norm(rows, layer.mlp_norm)

@@ -5,6 +5,7 @@ Knows the names that checkpoints use and the form that :mod:`flare_core.compute.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -115,7 +116,14 @@ def load_model(
         layers=layers,
         final_norm=RmsNorm.create(reader.read(FINAL_NORM), config.rms_norm_eps),
         head=head,
+        is_row_invariant=shard.world_size == 1 and config.head_dim % 16 == 0 and _all_halved(head, layers),
     )
+
+
+def _all_halved(head: Projection, layers: Sequence[LayerWeights]) -> bool:
+    """Whether every product of few rows takes a 16-bit copy."""
+    products = [head, *(each for layer in layers for each in (layer.qkv, layer.output, layer.gate_up, layer.down))]
+    return all(product.half is not None for product in products)
 
 
 def _load_layer(reader: _Reader, halver: _Halver, config: ModelConfig, shard: RankShard, prefix: str) -> LayerWeights:
