@@ -140,6 +140,8 @@ class _ApiProcess:
     facts: Ready | None = None
     start_failure: StartFailed | None = None
     loss: str | None = None
+    is_abandoned: bool = False
+    """Told to end while it was starting."""
 
     async def run(
         self, listeners: list[socket.socket], link: Link, *, salt: bytes, limits: Limits, keys: KeyRing
@@ -182,6 +184,8 @@ class _ApiProcess:
     async def _drain(self, client: EngineClient) -> None:
         """Let the worker finish and end; by force when that takes too long or a second signal insists."""
         if client.state is not EngineState.READY:
+            _LOG.info("stopping before anything was served")
+            self.is_abandoned = True
             self.worker.kill()  # it has nothing to lose yet
             await _first(self.ended, timeout=WORKER_END_SECONDS)
             return
@@ -201,7 +205,7 @@ class _ApiProcess:
             self.display.close()
             print(f"flare: {self.start_failure.message}", file=sys.stderr)
             return self.start_failure.exit_code
-        if is_stopped and code in {0, -signal.SIGKILL} and self.loss is None:
+        if self.is_abandoned or (is_stopped and code in {0, -signal.SIGKILL} and self.loss is None):
             return 0
         _LOG.error("the engine is lost: %s", client.detail if client.state is EngineState.LOST else f"exit code {code}")
         await asyncio.sleep(LOST_GRACE_SECONDS)

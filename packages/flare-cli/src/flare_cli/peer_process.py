@@ -69,6 +69,8 @@ class _Peer:
         try:
             return self._live()
         except (FlareError, TransportError) as error:
+            if self._is_abandoned:
+                return 0
             if self._group is not None:
                 if not isinstance(error, ConfigurationMismatch | RankRefuses):
                     self._group.tell_failure(str(error))
@@ -84,13 +86,13 @@ class _Peer:
     def _live(self) -> int:
         config = self._config
         self._display.stage(f"joining the group at {config.rendezvous}", 0, 0)
-        self._group = group = ControlGroup(join_group(config, self._observe), on_loss=self._watchdog.doom)
+        self._group = group = ControlGroup(join_group(config, self._observe), on_loss=self._lose)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self._asked_to_end())
         group.agree(Offer(equal_settings(config)))
         model = open_model(config, group, agree_pages=self._agree_pages, report=self._display.stage)
         group.agree(Offer({"model identity": model.identity.fingerprint().hex()}))
-        cache = open_peer_cache(config, group, model, on_loss=self._watchdog.doom)
+        cache = open_peer_cache(config, group, model, on_loss=self._lose)
         title = f"flare rank {config.rank} of {config.world_size} is ready"
         self._display.ready(title, [*model.facts, *cache.facts])
         loop = PeerLoop(model.runner, gate=cache.gate)
@@ -101,6 +103,17 @@ class _Peer:
         group.close()
         _LOG.info("rank zero has ended the group")
         return 0
+
+    @property
+    def _is_abandoned(self) -> bool:
+        """Told to end before the group has done anything: that it then breaks up is no loss."""
+        return self._is_asked.is_set() and (self._group is None or self._group.last_step == 0)
+
+    def _lose(self, reason: str) -> None:
+        if self._is_abandoned:
+            _LOG.info("stopping before anything was served")
+            os._exit(0)  # this is a link's thread; the main thread may be blocked in anything
+        self._watchdog.doom(reason)
 
     def _agree_pages(self, num_pages: int) -> int:
         return 0 if self._group is None else self._group.agree(Offer({}, {"pages": num_pages}))["pages"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import socket
 import subprocess
 import sys
@@ -21,12 +22,24 @@ class LaunchedWorker:
 
 
 @contextlib.contextmanager
+def _ignored_signals() -> Iterator[None]:
+    """A process started meanwhile ignores signals to end from its first instruction on: its parent's word counts."""
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
 def launched_worker() -> Iterator[LaunchedWorker]:
     """A worker that waits for its configuration; whatever happens, it does not outlive the context."""
     here, there = socket.socketpair()
     with there:
         command = [sys.executable, "-m", "flare_cli.worker_process", str(there.fileno())]
-        process = subprocess.Popen(command, pass_fds=(there.fileno(),), stdin=subprocess.DEVNULL)
+        with _ignored_signals():
+            process = subprocess.Popen(command, pass_fds=(there.fileno(),), stdin=subprocess.DEVNULL)
     try:
         yield LaunchedWorker(process, here)
     finally:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 
@@ -24,10 +23,11 @@ __all__ = ["main"]
 
 
 def main() -> None:
-    """Serve until told to end; never returns."""
-    # Both may reach the whole process group: the API process drains, this one waits for its word.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Serve until told to end; never returns.
+
+    Signals to end may reach the whole process group. They are ignored here since ``worker_launch``: the API process
+    drains, and this one waits for its word.
+    """
     set_process_limits()
     link = local_link(
         socket.socket(fileno=int(sys.argv[1])), name="link to the API process", settings=LOCAL_LINK_SETTINGS

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import signal
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from flare_cli.commands.options import resolve_from, run_options
+
+if TYPE_CHECKING:
+    from flare_cli.resolve import Resolved
 
 __all__ = ["run"]
 
@@ -21,6 +25,17 @@ def run(**arguments: Any) -> int:
     in a variable (FLARE_PAGE_TOKENS) or in a TOML file; 'flare config' shows what came of them.
     """
     resolved = resolve_from(arguments)
+    # Until the group has met there is nothing to drain; from then on the processes have handlers of their own.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        return _serve(resolved)
+    except KeyboardInterrupt:
+        click.echo("flare: stopped before it was ready", err=True)
+        return 0
+
+
+def _serve(resolved: Resolved) -> int:
     if resolved.config.rank:
         from flare_cli.peer_process import run_peer
 

@@ -112,6 +112,21 @@ def test_a_signal_to_a_peer_drains_the_group(make_ranks):
     assert set(ranks.wait().values()) == {0}
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("reached", ["rank 1 joining the group", "rank 1 ready", "waiting for 1 more ranks"])
+def test_a_signal_before_anything_is_served_ends_in_order(make_ranks, number, reached):
+    ranks = make_ranks(world_size=2)
+    started = {"rank 1 joining the group": [1], "rank 1 ready": [0, 1], "waiting for 1 more ranks": [0]}[reached]
+    ranks.launch(started)
+    words = "rank 1 of 2 is ready" if reached == "rank 1 ready" else reached
+    while words not in ranks.log(started[-1]):
+        pass
+    for rank in started:
+        os.killpg(ranks.processes[rank].pid, number)
+    assert set(ranks.wait().values()) == {0}
+    assert not any("Traceback" in ranks.log(rank) for rank in started)
+
+
 def test_requests_that_outlast_the_drain_are_given_up(make_ranks):
     ranks = make_ranks(config=PLAIN, options=("--drain-timeout", "200ms")).start()
     with httpx.stream("POST", f"{ranks.url}/v1/completions", json={"prompt": "x", **LONG}, timeout=60) as response:
