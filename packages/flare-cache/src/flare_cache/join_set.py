@@ -18,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flare_cache.index import Record, RecordIndex
-from flare_cache.jobs import RecordIdentity
 from flare_cache.record_plan import FileSizes
 from flare_cache.scan import ScannedRecord
 
@@ -163,35 +162,78 @@ def agree(
         limit_bytes: what kept records may take on the rank where they are largest.
     """
     fates, parts = _shared(summary, others)
-    kept: dict[bytes, KeptRecord] = {}
-    places: dict[bytes, int] = {}
-    starts = [record.identity.start for record in own]
-    for at in sorted(range(len(own)), key=starts.__getitem__):
-        if fates[at] != _KEPT:
-            continue
-        record, part = own[at], parts[at]
-        identity, has_tail, has_row = record.identity, bool(part & KEEP_TAIL), bool(part & KEEP_ROW)
-        if not _extends_kept(identity, kept):
-            fates[at] = Verdict.ORPHANED
-        elif not has_tail and identity.num_pages == 0:
-            fates[at] = Verdict.EMPTY
-        else:
-            num_bytes = sizes.largest(identity, has_tail=has_tail, has_row=has_row)
-            kept[identity.key] = KeptRecord(record, has_tail, has_row, num_bytes)
-            places[identity.key] = at
-            fates[at] = part
-    oldest_first = _by_use(places, kept)
-    kept_bytes = sum(record.num_bytes for record in kept.values())
+    tree = _tree(own, summary)
+    _drop_unrooted(tree, fates, parts)
+    kept_at = [at for at in tree.parents_first if fates[at] == _KEPT]
+    num_bytes = {
+        at: sizes.largest(own[at].identity, has_tail=bool(parts[at] & KEEP_TAIL), has_row=bool(parts[at] & KEEP_ROW))
+        for at in kept_at
+    }
+    oldest_first = _by_use(tree, kept_at)
+    kept_bytes = sum(num_bytes.values())
     num_evicted = 0
     while kept_bytes > limit_bytes:
-        key = oldest_first[num_evicted]
-        kept_bytes -= kept.pop(key).num_bytes
-        fates[places[key]] = Verdict.OVER_LIMIT
+        at = oldest_first[num_evicted]
+        kept_bytes -= num_bytes[at]
+        fates[at] = Verdict.OVER_LIMIT
         num_evicted += 1
+    kept: list[KeptRecord] = []
+    for at in kept_at:
+        if fates[at] == _KEPT:
+            fates[at] = part = parts[at]
+            kept.append(KeptRecord(own[at], bool(part & KEEP_TAIL), bool(part & KEEP_ROW), num_bytes[at]))
     verdicts = {0: bytes(fates)}
     for rank, other in others.items():
         verdicts[rank] = _peer_verdicts(other, summary, fates)
-    return Agreement(tuple(kept.values()), tuple(oldest_first[num_evicted:]), verdicts, kept_bytes)
+    keys = tuple(summary.key(at) for at in oldest_first[num_evicted:])
+    return Agreement(tuple(kept), keys, verdicts, kept_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Tree:
+    """How records of a scan extend each other, by their places in it.
+
+    Attributes:
+        starts: token positions.
+        parents: the record that each extends; -1 for the first of a prompt.
+        fits: whether it begins at 0, or at a page boundary behind the first page of its parent.
+        has_pages: whole pages are in it.
+        parents_first: all places.
+    """
+
+    starts: NDArray[np.int64]
+    parents: list[int]
+    fits: list[bool]
+    has_pages: list[bool]
+    parents_first: list[int]
+
+
+def _tree(own: Sequence[ScannedRecord], summary: Summary) -> _Tree:
+    identities = [record.identity for record in own]
+    starts = np.array([identity.start for identity in identities], dtype=np.int64)
+    whole_ends = np.array([identity.end - identity.tail_tokens for identity in identities], dtype=np.int64)
+    is_first = np.array([not identity.parent_key for identity in identities], dtype=bool)
+    parents = _find(b"".join(identity.parent_key or identity.key for identity in identities), summary.keys)
+    inside = (parents >= 0) & (starts[parents] < starts) & (starts <= whole_ends[parents])
+    return _Tree(
+        starts,
+        np.where(is_first, -1, parents).tolist(),
+        np.where(is_first, starts == 0, inside).tolist(),
+        (whole_ends > starts).tolist(),
+        np.argsort(starts, kind="stable").tolist(),
+    )
+
+
+def _drop_unrooted(tree: _Tree, fates: list[int], parts: Sequence[int]) -> None:
+    """Give a fate to what every rank holds and yet cannot stay: its parent is not kept, or nothing is left in it."""
+    for at in tree.parents_first:
+        if fates[at] != _KEPT:
+            continue
+        parent = tree.parents[at]
+        if not tree.fits[at] or (parent >= 0 and fates[parent] != _KEPT):
+            fates[at] = Verdict.ORPHANED
+        elif not tree.has_pages[at] and not parts[at] & KEEP_TAIL:
+            fates[at] = Verdict.EMPTY
 
 
 def _shared(own: Summary, others: Mapping[int, Summary]) -> tuple[list[int], list[int]]:
@@ -233,28 +275,20 @@ def _find(wanted: bytes, held: bytes) -> NDArray[np.int64]:
     return np.where((there[candidates] == sought).all(axis=1), candidates, -1)
 
 
-def _extends_kept(identity: RecordIdentity, kept: Mapping[bytes, KeptRecord]) -> bool:
-    """Whether it begins a prompt, or at a page boundary behind the first page of a kept parent."""
-    if not identity.parent_key:
-        return identity.start == 0
-    parent = kept.get(identity.parent_key)
-    if parent is None:
-        return False
-    above = parent.scanned.identity
-    return above.start < identity.start <= above.end - above.tail_tokens
+def _by_use(tree: _Tree, kept_at: Sequence[int]) -> list[int]:
+    """Places of what is kept (given parents first), oldest use first, children before their parents.
 
-
-def _by_use(places: dict[bytes, int], kept: dict[bytes, KeptRecord]) -> list[bytes]:
-    """Keys of ``kept`` (parents first), oldest use first; a parent counts as used when its children were."""
-    last_use = dict(places)
-    order: list[tuple[int, int, bytes]] = []
-    for key, record in reversed(kept.items()):
-        identity, used = record.scanned.identity, last_use[key]
-        if identity.parent_key:
-            last_use[identity.parent_key] = max(last_use[identity.parent_key], used)
-        order.append((used, -identity.start, key))
-    order.sort()
-    return [key for _, _, key in order]
+    A record counts as used when the last used of those that extend it was.
+    """
+    last_use = list(range(len(tree.parents)))
+    for at in reversed(kept_at):
+        parent = tree.parents[at]
+        if parent >= 0 and last_use[parent] < last_use[at]:
+            last_use[parent] = last_use[at]
+    places = np.array(kept_at, dtype=np.int64)
+    uses = np.array(last_use, dtype=np.int64)[places]
+    found: list[int] = places[np.lexsort((-tree.starts[places], uses))].tolist()
+    return found
 
 
 def common_bytes(summaries: Sequence[Summary]) -> int:
