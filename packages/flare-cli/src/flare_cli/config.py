@@ -66,7 +66,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_sequences: int
     max_batch_tokens: int
     threads: int | None
-    plan_lead: int
+    plan_lead: int | None
     prefix_cache_disk: Path | None
     prefix_cache_disk_limit: int | None
     prefix_cache_disk_transport: Literal["auto", "direct", "buffered"]
@@ -108,7 +108,7 @@ def check_config(config: RunConfig) -> RunConfig:
     if config.page_tokens & (config.page_tokens - 1) or config.page_tokens > 1024:
         msg = f"--page-tokens {config.page_tokens}: must be a power of two, at most 1024"
         raise UsageError(msg)
-    if config.plan_lead > 1:
+    if config.plan_lead is not None and config.plan_lead > 1:
         msg = f"--plan-lead {config.plan_lead}: must be 0 or 1"
         raise UsageError(msg)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):

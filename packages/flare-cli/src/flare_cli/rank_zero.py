@@ -139,7 +139,7 @@ class RankZero:
             store=cache.store,
             send_plan=self._send_plan,
             emit=self._api.emit,
-            lead=config.plan_lead,
+            lead=model.plan_lead if config.plan_lead is None else config.plan_lead,
         )
 
     def _send_plan(self, plan: StepPlan) -> None:

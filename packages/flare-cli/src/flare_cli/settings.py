@@ -165,7 +165,7 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("max_sequences", _ENGINE, parse_int, 64, "N", "Sequences computed together."),
     Setting("max_batch_tokens", _ENGINE, parse_int, 2048, "N", "Prompt tokens of a step; a quarter beside decodes."),
     Setting("threads", _ENGINE, parse_int, None, "N", "CPU threads of the model; default: all cores."),
-    Setting("plan_lead", _ENGINE, parse_int, 1, "0|1", "Steps planned ahead of the device."),
+    Setting("plan_lead", _ENGINE, parse_int, None, "0|1", "Steps planned ahead; default: 1 on CUDA, 0 on the CPU."),
     Setting("prefix_cache_disk", _CACHE, _parse_path, None, "DIR", "Directory of this rank's records ({rank} in it)."),
     Setting(
         "prefix_cache_disk_limit", _CACHE, parse_size, None, "SIZE", "Bytes per rank; the least counts.", _show_size

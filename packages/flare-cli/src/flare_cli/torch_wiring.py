@@ -90,6 +90,7 @@ def _described(loaded: LoadedRunner, directory: Path, *, device: str, dtype: str
         max_model_len=loaded.max_model_len,
         num_pages=num_pages,
         num_row_snapshots=0,
+        plan_lead=0 if device == "cpu" else 1,
         facts=(
             ("model", f"{directory}, {dtype} on {device}, context {loaded.max_model_len} tokens"),
             pool_fact(num_pages, loaded.identity),

@@ -47,6 +47,8 @@ class RankModel:
         identity: equal on all ranks.
         num_pages: of the device pool, equal on all ranks.
         num_row_snapshots: row slots beyond those of the sequences.
+        plan_lead: steps to plan ahead where nobody says: on a device that computes while the next step is planned, one;
+            where a launch computes at once, planning ahead would only hold every token back by a step.
         facts: (label, text) lines for people.
     """
 
@@ -57,6 +59,7 @@ class RankModel:
     max_model_len: int
     num_pages: int
     num_row_snapshots: int
+    plan_lead: int
     facts: tuple[tuple[str, str], ...]
 
     @property
@@ -123,6 +126,7 @@ def _open_oracle(
         max_model_len=length,
         num_pages=num_pages,
         num_row_snapshots=num_snapshots,
+        plan_lead=1,
         facts=(("model", "flare's oracle (a test model of bytes)"), pool_fact(num_pages, identity)),
     )
 

@@ -54,6 +54,15 @@ def test_every_tier_gives_the_same_bits(make_ranks, checkpoint, world_size):
     assert all(ranks.record_names(rank) == ranks.record_names(0) for rank in range(world_size))
 
 
+def test_on_the_cpu_no_step_is_computed_beyond_the_last_token(make_ranks, checkpoint):
+    # A launch computes at once there, so planning ahead would hold back every token by a step and waste the last.
+    ranks = make_ranks(model=checkpoint, options=OPTIONS, disk=False).start()
+    ask(ranks)
+    num_steps = ranks.cluster()["engine"]["num_steps"]
+    ask(ranks)
+    assert ranks.cluster()["engine"]["num_steps"] - num_steps == 12
+
+
 def test_a_package_serves_as_its_model_does(make_ranks, checkpoint, tmp_path):
     whole = make_ranks(model=checkpoint, options=OPTIONS, disk=False).start()
     text, _, _ = told(ask(whole))
