@@ -73,7 +73,7 @@ class Serving:
             emit=self._emit,
         )
         self.at_first_token = at_first_token
-        self.thread = threading.Thread(target=self._run)
+        self.thread = threading.Thread(target=self._run, daemon=True)  # a failed test must end
         self.thread.start()
 
     def _run(self):
@@ -206,7 +206,7 @@ def test_a_peer_executes_the_plans_it_is_sent_and_tells_its_gate():
         while (data := plans.get()) is not None:
             loop.execute(data)
 
-    peer = threading.Thread(target=serve_peer)
+    peer = threading.Thread(target=serve_peer, daemon=True)
     peer.start()
     serving = Serving(runners[0], send_plan=lambda plan: plans.put(encode_plan(plan)))
     serving.send(add("a"), Drain())
@@ -236,7 +236,7 @@ def test_commands_and_events_travel_as_bytes():
 def test_an_inbox_wakes_its_engine_for_store_events_and_for_commands():
     inbox = Inbox()
     for leave, expected in [(inbox.wake, []), (lambda: inbox.put([Stop()]), [Stop()])]:
-        waiter = threading.Thread(target=lambda: inbox.wait(None))
+        waiter = threading.Thread(target=lambda: inbox.wait(None), daemon=True)
         waiter.start()
         leave()
         waiter.join(20)

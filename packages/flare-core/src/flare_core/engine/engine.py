@@ -154,8 +154,10 @@ class Engine:
             self.scheduler.reset_device_cache()
         elif command.tier is Tier.MEMORY and self._store is not None:
             self._store.reset(command.tier)
+        elif command.tier is Tier.MEMORY:
+            failure = "there is no memory tier"
         else:
-            failure = f"there is no {command.tier} tier"
+            failure = f"the {command.tier} tier cannot be reset"
         self._emit([CacheReset(command.reset_id, command.tier, failure)])
 
     def _poll_store(self) -> bool:
