@@ -108,6 +108,7 @@ def test_slurm_and_leader_worker_set_place_a_rank(tmp_path):
     [
         (["--rank", "2", "--world-size", "2"], ["--rank 2", "0 to 1"]),
         (["--world-size", "2"], ["--rendezvous"]),
+        (["--world-size", "0"], ["--world-size 0", "at least 1"]),
         (["--world-size", "2", "--rendezvous", "h:1"], ["--key-file", "flare key"]),
         (["--rendezvous", "nowhere"], ["--rendezvous", "HOST:PORT"]),
         (["--port", "x"], ["--port", "'x'"]),
@@ -139,6 +140,16 @@ def test_a_misspelt_setting_in_the_file_is_named_with_the_nearest(tmp_path):
     file.write_text("port = [1]\n")
     with pytest.raises(UsageError, match="port: a list"):
         resolve({}, {}, file=file)
+
+
+def test_config_shows_everything_before_it_says_what_run_would_refuse(tmp_path, capsys):
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 4, "vocab_size": 64}')
+    with pytest.raises(SystemExit) as ended:
+        main(["config", str(tmp_path), "--world-size", "2"])
+    assert ended.value.code == 2
+    shown = capsys.readouterr()
+    assert "on 2 ranks" in shown.out
+    assert "--rendezvous" in shown.err
 
 
 def test_config_shows_values_origins_and_the_uneven_split(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from flare_cli.config import HostPort, RunConfig, check_config
+from flare_cli.config import HostPort, RunConfig
 from flare_cli.settings import RUN_SETTINGS, Setting
 from flare_core.errors import UsageError
 
@@ -40,10 +40,10 @@ class Placement:
 
 
 def resolve(flags: Mapping[str, str | bool], environ: Mapping[str, str], *, file: Path | None = None) -> Resolved:
-    """The configuration; ``flags`` holds only what was given on the command line.
+    """The configuration, not yet checked as a whole; ``flags`` holds only what was given on the command line.
 
     Raises:
-        UsageError: a value that cannot be read (naming its source), or settings that do not go together.
+        UsageError: a value that cannot be read; names its source.
     """
     tables = read_config_file(file) if file is not None else {}
     placement = launcher_placement(environ)
@@ -58,7 +58,7 @@ def resolve(flags: Mapping[str, str | bool], environ: Mapping[str, str], *, file
         values["prefix_cache_disk"] = rank_directory(directory, values["rank"])
     known = {setting.variable for setting in RUN_SETTINGS} | {"FLARE_CONFIG"}
     unknown = tuple(sorted(name for name in environ if name.startswith("FLARE_") and name not in known))
-    return Resolved(check_config(RunConfig(**values)), origins, unknown)
+    return Resolved(RunConfig(**values), origins, unknown)
 
 
 def rank_directory(directory: Path, rank: int) -> Path:

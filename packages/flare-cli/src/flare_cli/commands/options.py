@@ -38,10 +38,10 @@ def _option(setting: Setting) -> Callable[[Function], Function]:
 
 
 def resolve_from(arguments: dict[str, Any]) -> Resolved:
-    """The configuration from a command's arguments, this process's environment and the file.
+    """The configuration from a command's arguments, this process's environment and the file; not yet checked.
 
     Raises:
-        UsageError: a value cannot be read, or settings do not go together.
+        UsageError: a value cannot be read.
     """
     from flare_cli.resolve import resolve
 

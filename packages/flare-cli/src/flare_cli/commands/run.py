@@ -24,7 +24,10 @@ def run(**arguments: Any) -> int:
     HTTP. torchrun, Slurm (srun) and LeaderWorkerSet are recognised by their variables. Every setting can also stand
     in a variable (FLARE_PAGE_TOKENS) or in a TOML file; 'flare config' shows what came of them.
     """
+    from flare_cli.config import check_config
+
     resolved = resolve_from(arguments)
+    check_config(resolved.config)
     # Until the group has met there is nothing to drain; from then on the processes have handlers of their own.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
