@@ -46,7 +46,7 @@ def print_listing(path: Path, *, as_json: bool) -> None:
             indent = "  " * record.depth + ("? " if record.orphan else "")
             table.add_row(
                 indent + record.name[:SHOWN_KEY],
-                f"{identity.start}-{identity.end}",
+                f"{identity.start}-{_end(record)}",
                 str(identity.num_pages),
                 str(identity.tail_tokens) if record.has_tail else "-",
                 "yes" if record.has_row else "-",
@@ -99,6 +99,12 @@ def remove(path: Path, keys: Sequence[str]) -> None:
     console.print(f"{len(removal.names)} records, {format_size(removal.num_bytes)}")
 
 
+def _end(record: RecordSummary) -> int:
+    """Where the tokens end that can be restored: a tail that was given up is no more than a name in the header."""
+    identity = record.header.identity
+    return identity.end if record.has_tail else identity.start + identity.num_pages * identity.page_tokens
+
+
 def _fields(record: RecordSummary) -> dict[str, object]:
     header = record.header
     identity = header.identity
@@ -109,7 +115,7 @@ def _fields(record: RecordSummary) -> dict[str, object]:
         "set": header.set_fingerprint.hex(),
         "rank": header.rank,
         "start": identity.start,
-        "end": identity.end,
+        "end": _end(record),
         "page_tokens": identity.page_tokens,
         "pages": identity.num_pages,
         "tail_tokens": identity.tail_tokens if record.has_tail else 0,

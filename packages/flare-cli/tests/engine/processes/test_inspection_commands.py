@@ -51,6 +51,15 @@ def test_records_can_be_listed_shown_verified_and_removed(ranks):
     assert flare("records", "show", directory, "00").returncode == 2
 
 
+def test_a_record_is_listed_without_the_tail_that_it_gave_up(ranks):
+    ranks.complete(PROMPT + "tail")
+    longer = PROMPT + "tail" + ranks.complete(PROMPT + "tail", max_tokens=70)["choices"][0]["text"]
+    ranks.complete(longer)
+    ranks.stop()
+    ends = [(record["end"], record["tail_tokens"]) for record in listed(ranks.directory(0))]
+    assert all(end % 64 == 0 or tail for end, tail in ends)
+
+
 def test_records_of_a_running_server_are_not_removed(ranks):
     ranks.complete(PROMPT)
     assert "in use" in flare("records", "ls", ranks.directory(0)).stdout
