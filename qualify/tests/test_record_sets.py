@@ -86,7 +86,9 @@ def test_ranks_that_disagree_keep_exactly_what_all_hold(make_group, model, world
     assert all(total_variation(*pair) < 1e-5 for pair in zip(logprobs(before), logprobs(after), strict=True))
     restored = sorted(answer.cached_tokens["disk"] for answer in after)
     assert restored[0] == 0
-    assert 0 < restored[1] <= restored[2] == len(prompt(0)) - 1
+    # A prompt whose only row is gone restores nothing; one whose tail is gone restores its whole pages.
+    assert restored[1] > 0 or records[shortened].has_row
+    assert restored[2] == len(prompt(0)) - 1
     wait_for_stores(group)
     assert group.same_record_names()
 
