@@ -89,16 +89,20 @@ def test_a_plan_lead_changes_no_text(make_ranks):
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_lets_requests_finish_and_takes_no_more(make_ranks, number):
     ranks = make_ranks(world_size=2, config=PLAIN).start()
-    body = {"prompt": "x", **LONG, "max_tokens": 2000}
-    with httpx.stream("POST", f"{ranks.url}/v1/completions", json=body) as response:
+    body = {"prompt": "x", **LONG, "max_tokens": 5000}  # on a busy machine, too, it outlasts the questions below
+    with (
+        httpx.Client(base_url=ranks.url, timeout=60) as client,
+        httpx.stream("POST", f"{ranks.url}/v1/completions", json=body, timeout=60) as response,
+    ):
+        client.get("/health")
         stream = events_of(response)
         next(stream)
         ranks.processes[0].send_signal(number)
         refused = None
         while refused is None or refused.status_code == 200:
-            refused = ranks.post("/v1/completions", {"prompt": "y", "max_tokens": 1})
+            refused = client.post("/v1/completions", json={"prompt": "y", "max_tokens": 1})
         assert refused.status_code == 503
-        assert httpx.get(f"{ranks.url}/health").json()["status"] == "draining"
+        assert client.get("/health").json()["status"] == "draining"
         rest = list(stream)
     assert rest[-1] == "[DONE]"
     assert rest[-2]["choices"][0]["finish_reason"] == "length"
