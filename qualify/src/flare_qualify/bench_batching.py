@@ -20,17 +20,14 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from flare_core.compute.loading import LoadedRunner, load_runner
-from flare_core.engine.config import SchedulerConfig
-from flare_core.engine.engine import Engine, NoGate
-from flare_core.engine.request import AddRequest, EngineRequest
-from flare_core.engine.scheduler import Scheduler
+from flare_core.compute.loading import load_runner
+from flare_core.engine.request import EngineRequest
 from flare_core.sampling import SamplingParams
+from flare_qualify.engine_drive import PAGE_TOKENS, serve_all
 from flare_qualify.engine_sides import TransformersSide, make_shape
 
-__all__ = ["main", "mixed_requests", "serve_all"]
+__all__ = ["main", "mixed_requests"]
 
-PAGE_TOKENS = 64
 STATIC_BATCH = 8
 TARGET = 1.5
 
@@ -47,31 +44,6 @@ def mixed_requests(num_requests: int, prompt_tokens: int, *, lengths: tuple[int,
         )
         for index, count in enumerate(outputs)
     ]
-
-
-def serve_all(loaded: LoadedRunner, requests: Sequence[EngineRequest], *, num_pages: int, max_sequences: int) -> float:
-    """Seconds from the first request to the last output, on a fresh scheduler."""
-    config = SchedulerConfig(
-        page_tokens=PAGE_TOKENS,
-        num_pages=num_pages,
-        max_sequences=max_sequences,
-        max_model_len=loaded.max_model_len,
-        vocab_size=loaded.config.vocab_size,
-        set_fingerprint=loaded.identity.fingerprint(),
-    )
-    engine = Engine(
-        Scheduler(config),
-        loaded.runner,
-        gate=NoGate(),
-        store=None,
-        send_plan=lambda plan: None,  # noqa: ARG005  one rank: nobody to send it to
-        emit=lambda events: None,  # noqa: ARG005  only the time is wanted
-    )
-    engine.inbox.put([AddRequest(request) for request in requests])
-    begin = perf_counter()
-    while engine.step():
-        pass
-    return perf_counter() - begin
 
 
 def _generate_static(side: TransformersSide, requests: Sequence[EngineRequest]) -> float:

@@ -105,7 +105,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--contexts", type=int, nargs="+", default=[128, 1024, 6000])
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 8])
     parser.add_argument("--decode-tokens", type=int, default=32)
-    parser.add_argument("--chunk", type=int, default=512, help="tokens of a prefill chunk")
     parser.add_argument("--only", choices=["decode", "prefill"])
     options = parser.parse_args(arguments)
     torch.set_num_threads(options.threads)
@@ -113,7 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as scratch:
         directory = make_shape(options.model, Path(scratch))
         longest = max(options.contexts) + 2 * options.decode_tokens + 64
-        flare = FlareSide.load(directory, max(options.batches), longest, chunk=options.chunk)
+        flare = FlareSide.load(directory, max(options.batches), longest)
         transformers = TransformersSide.load(directory)
         found: list[Measurement] = []
         for what in [options.only] if options.only else ["decode", "prefill"]:

@@ -1,4 +1,4 @@
-"""The two sides of the engine benchmark: flare's runner driven by plans, and transformers' ``generate``."""
+"""The two sides of the engine benchmark: flare (decode by plans, prefill by the engine), transformers' ``generate``."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
+from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from flare_core.compute.loading import LoadedRunner, load_runner
+from flare_core.engine.request import EngineRequest
 from flare_core.plan import Run, RunKind, SequenceStart, StepPlan
 from flare_core.sampling import SamplingParams
 from flare_core.testing.checkpoints import make_tiny_checkpoint
+from flare_qualify.engine_drive import PAGE_TOKENS, serve_all
 
 __all__ = ["FlareSide", "TransformersSide", "make_shape", "prompt_ids"]
+
+CHUNK = 2048
+"""Tokens of a prefill run: what the scheduler gives a step in which nothing decodes."""
 
 _SMOLLM2 = Path.home() / ".cache/flare/models/smollm2-135m-instruct"
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -61,9 +67,9 @@ def make_shape(name: str, scratch: Path) -> Path:
     return make_tiny_checkpoint(scratch / name, family, **fields)
 
 
-def prompt_ids(context: int, vocab_size: int) -> list[int]:
-    """A prompt of ``context`` ids that both sides see."""
-    ids: list[int] = np.random.default_rng(context).integers(0, min(vocab_size, 40_000), context).tolist()
+def prompt_ids(context: int, vocab_size: int, *, slot: int = 0) -> list[int]:
+    """The prompt of ``context`` ids that both sides see in row ``slot`` of a batch."""
+    ids: list[int] = np.random.default_rng([context, slot]).integers(0, min(vocab_size, 40_000), context).tolist()
     return ids
 
 
@@ -72,17 +78,16 @@ class FlareSide:
     """The runner, with the pages of each slot handed out once."""
 
     loaded: LoadedRunner
-    chunk: int
     slot_pages: int
     step: int = 0
     lengths: list[int] = field(default_factory=list)
 
     @classmethod
-    def load(cls, directory: Path, max_batch: int, longest: int, *, chunk: int) -> FlareSide:
+    def load(cls, directory: Path, max_batch: int, longest: int) -> FlareSide:
         """Load the model with room for ``max_batch`` sequences of ``longest`` tokens."""
-        slot_pages = -(-longest // 64)
+        slot_pages = -(-longest // PAGE_TOKENS)
         loaded = load_runner(directory, num_pages=max_batch * slot_pages, max_sequences=max_batch)
-        return cls(loaded, chunk, slot_pages)
+        return cls(loaded, slot_pages)
 
     def _launch(self, *runs: Run, starts: tuple[SequenceStart, ...] = ()) -> None:
         self.step += 1
@@ -90,17 +95,20 @@ class FlareSide:
 
     def fill(self, context: int, batch: int) -> None:
         """Put ``context`` tokens into each of ``batch`` slots."""
-        token_ids = np.array(prompt_ids(context, self.loaded.config.vocab_size), dtype="<u4").tobytes()
         params = SamplingParams(max_tokens=1 << 20, temperature=0.0)
         for slot in range(batch):
+            token_ids = self._prompt(context, slot).tobytes()
             starts: tuple[SequenceStart, ...] = (SequenceStart(slot, token_ids, context, params),)
             pages: tuple[int, ...] = tuple(range(slot * self.slot_pages, (slot + 1) * self.slot_pages))
-            for at in range(0, context - 1, self.chunk):
-                run = Run(slot, RunKind.PREFILL, at, min(self.chunk, context - 1 - at), pages)
+            for at in range(0, context - 1, CHUNK):
+                run = Run(slot, RunKind.PREFILL, at, min(CHUNK, context - 1 - at), pages)
                 self._launch(run, starts=starts)
                 starts, pages = (), ()
             self._launch(Run(slot, RunKind.FIRST, context - 1, 1))
         self.lengths = [context] * batch
+
+    def _prompt(self, context: int, slot: int) -> NDArray[np.uint32]:
+        return np.array(prompt_ids(context, self.loaded.config.vocab_size, slot=slot), dtype="<u4")
 
     def decode(self, num_tokens: int) -> float:
         """Tokens per second over ``num_tokens`` batched steps behind what :meth:`fill` put there."""
@@ -110,10 +118,17 @@ class FlareSide:
         return len(self.lengths) * num_tokens / (perf_counter() - begin)
 
     def prefill(self, context: int, batch: int) -> float:
-        """Prompt tokens per second until every slot has its first token."""
-        begin = perf_counter()
-        self.fill(context, batch)
-        return context * batch / (perf_counter() - begin)
+        """Prompt tokens per second until every request has its first token, through the whole engine."""
+        requests = [
+            EngineRequest(
+                request_id=str(slot),
+                token_ids=self._prompt(context, slot).tobytes(),
+                params=SamplingParams(max_tokens=1, temperature=0.0),
+            )
+            for slot in range(batch)
+        ]
+        num_pages = self.loaded.memory.num_pages
+        return context * batch / serve_all(self.loaded, requests, num_pages=num_pages, max_sequences=batch)
 
 
 class _Clock(transformers.StoppingCriteria):
@@ -145,7 +160,8 @@ class TransformersSide:
         return cls(model.eval())
 
     def _prompt(self, context: int, batch: int) -> torch.Tensor:
-        return torch.tensor([prompt_ids(context, self.model.config.vocab_size)] * batch)
+        rows = [prompt_ids(context, self.model.config.vocab_size, slot=slot) for slot in range(batch)]
+        return torch.tensor(rows)
 
     def generate(self, input_ids: torch.Tensor, num_tokens: int, **more: Any) -> list[float]:
         """Greedy, exactly ``num_tokens`` outputs; when each step's tokens were there."""

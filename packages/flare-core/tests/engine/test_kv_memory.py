@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from flare_core.compute.huge_pages import collapse_large_mappings
 from flare_core.compute.kv_memory import KvMemory, geometry_for, pages_for_bytes
 from flare_core.compute.model_config import read_config
 from flare_core.errors import UsageError
@@ -48,6 +51,13 @@ def test_ranks_share_heads_unevenly_and_pages_are_counted_by_the_largest(config)
     assert pages_for_bytes(geometries, 10 * geometries[0].page_bytes) == 10
     with pytest.raises(UsageError, match="give more"):
         pages_for_bytes(geometries, geometries[0].page_bytes)
+
+
+def test_huge_pages_change_no_byte():
+    block = np.arange(12 << 20, dtype=np.uint64)
+    expected = int(block.sum())
+    assert collapse_large_mappings() >= (block.nbytes if Path("/proc/self/smaps").exists() else 0)
+    assert int(block.sum()) == expected
 
 
 def test_the_axes_are_layer_kv_token_head_dim(config):

@@ -82,7 +82,9 @@ class KvMemory:
         """Room for ``num_pages`` pages on ``device``, zeroed, aligned to 4096 bytes (2 MiB on CUDA)."""
         size = num_pages * geometry.page_bytes
         if device.type == "cpu":
-            mapping = mmap.mmap(-1, size)
+            mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            if hasattr(mmap, "MADV_HUGEPAGE"):
+                mapping.madvise(mmap.MADV_HUGEPAGE)
             mapped = torch.frombuffer(mapping, dtype=torch.uint8)
             return cls(geometry, num_pages, mapped.view(num_pages, geometry.page_bytes), mapping)
         whole = torch.zeros(size + _CUDA_ALIGNMENT, dtype=torch.uint8, device=device)

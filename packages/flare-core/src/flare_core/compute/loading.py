@@ -12,6 +12,7 @@ from flare_core.compute.attention_cpu import CpuAttention
 from flare_core.compute.attention_cuda import GatherAttention
 from flare_core.compute.checkpoint import open_checkpoint
 from flare_core.compute.collectives import SingleRank, TensorCollectives
+from flare_core.compute.huge_pages import collapse_large_mappings
 from flare_core.compute.identity import Progress
 from flare_core.compute.kv_memory import KvMemory, geometry_for, pages_for_bytes
 from flare_core.compute.model_config import ModelConfig, read_eos_token_ids
@@ -98,6 +99,8 @@ def load_runner(
         device=target,
         progress=progress,
     )
+    if target.type == "cpu":
+        collapse_large_mappings()
     memory = KvMemory.allocate(geometries[rank], num_pages, target)
     attention: PagedAttention = CpuAttention(memory) if target.type == "cpu" else GatherAttention(memory)
     return LoadedRunner(
