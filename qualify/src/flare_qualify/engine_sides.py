@@ -64,7 +64,8 @@ def make_shape(name: str, scratch: Path) -> Path:
         return Path(name)
     family, fields = _SHAPES[name]
     fields = fields | {"tie_word_embeddings": True, "max_position_embeddings": 8192, "initializer_range": 0.02}
-    return make_tiny_checkpoint(scratch / name, family, **fields)
+    # Stored as the real ones are; both sides compute in float32.
+    return make_tiny_checkpoint(scratch / name, family, dtype="bfloat16", **fields)
 
 
 def prompt_ids(context: int, vocab_size: int, *, slot: int = 0) -> list[int]:
