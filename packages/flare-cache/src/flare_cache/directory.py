@@ -24,6 +24,7 @@ from flare_cache.record import Problem, RecordError
 from flare_cache.record_file import errno_name, open_flags
 from flare_cache.set_file import SET_TEMPORARY_NAME, SetFile, read_set_file, write_set_file
 from flare_core.errors import UsageError
+from flare_transport.failpoint import failpoint
 
 __all__ = ["LOCK_TIMEOUT_SECONDS", "RECORD_NAME", "TEMPORARY_NAME", "RecordDirectory", "open_private", "temporary_name"]
 
@@ -187,8 +188,11 @@ class RecordDirectory:
             OSError: FileExistsError among them; either name may exist then.
         """
         # link and unlink rather than renameat2: the same effect through calls that every file system and Python have.
+        failpoint("store.link")
         os.link(temporary, name, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd, follow_symlinks=False)
+        failpoint("store.unlink-temporary")
         os.unlink(temporary, dir_fd=self.dir_fd)
+        failpoint("store.published")
         with self._mutex:
             self._sizes[name] = self._sizes.pop(temporary, 0)
 
@@ -213,6 +217,7 @@ class RecordDirectory:
         try:
             before = os.fstat(fd).st_size
             if before > size:
+                failpoint("truncate.cut")
                 os.ftruncate(fd, size)
         finally:
             os.close(fd)

@@ -30,6 +30,7 @@ from flare_cache.record_file import DiskTransport, probe_direct, read_header, re
 from flare_cache.transfer import Part, check_same_record, flat_views, job_items, split_parts, verify_items
 from flare_core.geometry import Geometry
 from flare_core.ports import PageMemory
+from flare_transport.failpoint import failpoint
 
 __all__ = ["DEFAULT_PART_BYTES", "DiskShelf", "Durability", "use_direct"]
 
@@ -86,20 +87,25 @@ class DiskShelf:
 
     def store(self, job: Job, memory: PageMemory) -> DiskStore:
         """Begin a store: create its temporary file."""
+        failpoint("store.begin")
         if self.directory.stores_stopped is not None:
             raise OSError(f"stores stopped, {self.directory.stores_stopped}")
         layout = self.layout(job)
         name = temporary_name(job.record.key, job.record.store_id)
         parts = self._parts(job, layout, memory)
         digests = bytearray(DIGEST_BYTES * layout.num_digests)
+        failpoint("store.create")
         fd = self.directory.create_temporary(name, direct=self.direct, num_bytes=layout.row_end)
         return DiskStore(shelf=self, job=job, fd=fd, temporary=name, layout=layout, parts=parts, digests=digests)
 
     def fetch(self, job: Job, memory: PageMemory) -> DiskFetch:
         """Begin a fetch: open the file and check its header and size."""
+        failpoint("fetch.begin")
         layout = self.layout(job)
+        failpoint("fetch.open")
         fd = self.directory.open_record(record_file_name(job.record.key), direct=self.direct)
         try:
+            failpoint("fetch.header")
             header = read_header(fd, layout.header_bytes)
             check_header(header, set_fingerprint=self.set_fingerprint, geometry=self.geometry)
             check_same_record(header.identity, job.record)
@@ -128,17 +134,20 @@ class DiskShelf:
 
     def truncate(self, job: Job) -> int:
         """Cut the file behind the tail or behind the pages."""
+        failpoint("truncate.begin")
         layout = self._stored_header(job).layout
         size = layout.tail_end if job.keep_tail else layout.pages_end
         return self.directory.truncate(record_file_name(job.record.key), size)
 
     def unlink(self, job: Job) -> int:
         """Remove the file, damaged or not, unless it is sound and another store's, or not this set's."""
+        failpoint("unlink.begin")
         try:
             self._stored_header(job)
         except RecordError as error:
             if error.problem in _NOT_OURS:
                 raise
+        failpoint("unlink.remove")
         return self.directory.remove(record_file_name(job.record.key))
 
 
@@ -167,6 +176,7 @@ class DiskStore:
                 self.digests[at : at + DIGEST_BYTES] = section_digest(
                     self.job.record.store_id, self.shelf.geometry.rank, index=item.index, payload=views
                 )
+            failpoint("store.write")
             write_sections(self.fd, flat_views(window), part[0].offset)
 
     def finish(self) -> int:
@@ -181,13 +191,17 @@ class DiskStore:
         )
         buffer = aligned_buffer(len(header))
         buffer[:] = header
+        failpoint("store.header")
         write_sections(self.fd, [buffer], 0)
+        failpoint("store.written")
         self._inode = os.fstat(self.fd).st_ino
         if shelf.durability is Durability.POWER:
+            failpoint("store.fsync")
             self._sync(self.fd)
         self._close()
         shelf.directory.publish(self.temporary, record_file_name(record.key))
         if shelf.durability is Durability.POWER:
+            failpoint("store.fsync-directory")
             self._sync(shelf.directory.dir_fd)
         return self.layout.row_end
 
@@ -234,7 +248,9 @@ class DiskFetch:
         """Read, verify and deliver one part."""
         with self.shelf.passage.incoming([item.segments for item in part]) as window:
             read_sections(self.fd, flat_views(window), part[0].offset)
+            failpoint("fetch.verify")
             verify_items(part, window, header=self.header, geometry=self.shelf.geometry)
+            failpoint("fetch.deliver")
             window.deliver()
 
     def finish(self) -> int:

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import msgspec
 
-from flare_cache.jobs import Job, JobResult
+from flare_cache.jobs import Job, JobOp, JobResult
 from flare_cache.outcomes import Effect, Outcome, Poison, Report, RunHere, Send
 from flare_cache.record_link import (
     RECORD_ACK,
@@ -33,6 +33,7 @@ from flare_cache.sharded import ShardedLeader
 from flare_cache.turnstile import Turnstile
 from flare_core.errors import Poisoned
 from flare_transport.errors import TransportError
+from flare_transport.failpoint import failpoint
 from flare_transport.frame_types import HEARTBEAT
 from flare_transport.framing import Buffer, FrameType
 from flare_transport.router import LinkEnd, Router
@@ -40,6 +41,12 @@ from flare_transport.router import LinkEnd, Router
 __all__ = ["Dispatcher", "LocalTransport", "RecordLink"]
 
 _TICK_SECONDS = 0.25
+_REPORT_POINTS = {
+    JobOp.STORE: "store.report",
+    JobOp.FETCH: "fetch.report",
+    JobOp.TRUNCATE: "truncate.report",
+    JobOp.UNLINK: "unlink.report",
+}
 _log = logging.getLogger(__name__)
 
 _Step = Callable[[float], list[Effect]]
@@ -249,7 +256,11 @@ class Dispatcher:
 
     def _handle(self, step: _Step) -> None:
         try:
-            for effect in step(time.monotonic()):
+            num_undos = self._leader.num_undos
+            effects = step(time.monotonic())
+            if self._leader.num_undos > num_undos:
+                failpoint("undo.begin")
+            for effect in effects:
                 self._perform(effect)
         except Exception as error:  # noqa: BLE001 - the boundary of every thread that brings events
             _log.exception("the record dispatcher failed")
@@ -265,6 +276,7 @@ class Dispatcher:
             case RunHere(job):
                 self._run_here(job)
             case Report(outcome):
+                failpoint(_REPORT_POINTS[outcome.job.op])
                 self._outcomes.append(outcome)
                 self._on_outcome()
             case Poison(reason):

@@ -18,6 +18,7 @@ from flare_cache.scan import Scan, ScannedRecord
 from flare_cache.set_file import check_set_file, new_set_file
 from flare_cache.settings import CacheSettings, Statement
 from flare_core.geometry import Geometry
+from flare_transport.failpoint import failpoint
 
 __all__ = ["apply_verdicts", "make_statement"]
 
@@ -75,6 +76,7 @@ def apply_verdicts(
     """
     expected = new_set_file(settings.identity, geometry.rank, set_id=set_id, salt_key_id=settings.salt_key_id)
     if directory.read_set() != expected:
+        failpoint("join.write-set")
         directory.adopt(expected)
     for file in scan.damaged:
         directory.remove(file.name)

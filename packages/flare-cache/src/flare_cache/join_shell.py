@@ -14,10 +14,11 @@ import msgspec
 
 from flare_cache.dispatcher import RecordLink
 from flare_cache.join import ApplyHere, Finished, JoinEffect, JoinFailed, JoinLeader, JoinPeer, Tell
-from flare_cache.join_messages import Applied, JoinMessage, decode_message, encode_message
+from flare_cache.join_messages import Applied, Confirmed, Hello, JoinMessage, Proposal, decode_message, encode_message
 from flare_cache.record_link import RECORD_JOIN
 from flare_core.errors import FlareError
 from flare_transport.errors import QueueFull, TransportError
+from flare_transport.failpoint import failpoint
 from flare_transport.router import LinkEnd, Router
 
 __all__ = ["JOIN_TIMEOUT_SECONDS", "JoinInbox", "join_as_leader", "join_as_peer"]
@@ -26,6 +27,7 @@ JOIN_TIMEOUT_SECONDS = 120.0
 """From the first message to the last; scans of a cold directory of 100,000 records fit many times."""
 
 _RETRY_SECONDS = 0.01
+_TELL_POINTS = {Hello: "join.hello", Proposal: "join.propose", Confirmed: "join.confirm"}
 
 ApplyVerdicts = Callable[[ApplyHere], Applied]
 
@@ -137,11 +139,16 @@ class _Run:
 
     def _apply(self, effect: ApplyHere) -> list[JoinEffect]:
         try:
-            return self.applied(self.apply(effect))
+            applied = self.apply(effect)
+            failpoint("join.applied")
+            return self.applied(applied)
         except (FlareError, OSError) as error:
             return self.failed(str(error))
 
     def _tell(self, rank: int, message: JoinMessage) -> None:
+        point = _TELL_POINTS.get(type(message))
+        if point is not None:
+            failpoint(point)
         payload = encode_message(message)
         while True:
             try:

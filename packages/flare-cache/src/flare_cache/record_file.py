@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from flare_cache.host_memory import aligned_buffer
 from flare_cache.record import BLOCK_BYTES, Problem, RecordError, RecordHeader, decode_header, header_length
 from flare_core.errors import UsageError
+from flare_transport.failpoint import failpoint
 
 __all__ = [
     "DiskTransport",
@@ -59,6 +60,7 @@ def read_sections(fd: int, views: Sequence[memoryview], offset: int) -> None:
     pending, at = list(views), offset
     while pending:
         try:
+            failpoint("fetch.read")
             done = os.preadv(fd, pending[:_IOV_MAX], at)
         except OSError as error:
             raise RecordError(Problem.READ_ERROR, f"{errno_name(error)} at offset {at}") from error

@@ -37,6 +37,7 @@ from flare_core.errors import ConfigurationMismatch
 from flare_core.geometry import Geometry
 from flare_core.prefix import Tier
 from flare_transport.errors import TransportError
+from flare_transport.failpoint import failpoint
 from flare_transport.link import Link
 from flare_transport.router import Router
 
@@ -72,6 +73,7 @@ class RankSetup:
         """Read the directory; rank zero keeps token ids, which its index needs."""
         if self.directory is None:
             return None
+        failpoint("join.scan")
         return scan_directory(
             self.directory,
             geometry=self.geometry,
@@ -83,6 +85,7 @@ class RankSetup:
         """Do to the directory what was agreed."""
         if self.directory is None or scan is None:
             return Applied(0, 0, 0)
+        failpoint("join.apply")
         return apply_verdicts(
             self.directory,
             scan,
@@ -103,6 +106,7 @@ class RankSetup:
             return
         order = {key: position for position, key in enumerate(keys_by_use)}
         records = sorted(scan.records, key=lambda record: order.get(record.identity.key, -1))
+        failpoint("join.save-hint")
         save_join_index(
             self.directory,
             records,
@@ -213,6 +217,7 @@ def start_leader(
             _abandon(transport, links, Refused(lines, isinstance(error, ConfigurationMismatch)))
             raise
         store = _new_store(setup, sizes, joined, dispatcher)
+    failpoint("join.joined")
     dispatcher.start(transport, links)
     return LeaderGroup(store, dispatcher, transport, joined.report, setup)
 
@@ -276,6 +281,7 @@ def start_peer(
         except BaseException as error:
             _abandon(transport, {0: link}, Broken(str(error) or type(error).__name__))
             raise
+    failpoint("join.joined")
     service.serve()
     return PeerGroup(service, transport, joined.report, setup)
 

@@ -87,6 +87,7 @@ class ShardedLeader:
         self._queues: dict[JobOp, deque[_Waiting]] = {op: deque() for op in _ORDER}
         self._flights: dict[int, _Flight] = {}
         self._last_job_id = 0
+        self._num_undos = 0
         self._last_step = dict.fromkeys(self._ranks, 0)
         self._poisoned: str | None = None
         self._is_poison_told = False
@@ -106,6 +107,11 @@ class ShardedLeader:
     def num_outstanding(self) -> int:
         """Jobs that ranks work on, undoing included."""
         return len(self._flights)
+
+    @property
+    def num_undos(self) -> int:
+        """Failed stores that had to be unlinked again where they had been written."""
+        return self._num_undos
 
     def submit(
         self, job: Job, *, tag: int, num_bytes: int, now: float, expires_at: float | None = None
@@ -305,6 +311,7 @@ class ShardedLeader:
         if not writers:
             return False
         job = Job(job_id=self._last_job_id + 1, op=JobOp.UNLINK, tier=flight.job.tier, record=flight.job.record)
+        self._num_undos += 1
         undoing = _Flight(flight.tag, job, 0, self._clocks(writers, now), undoes=flight)
         self._send(undoing, encode_job(self._run_id, job), now)
         return True

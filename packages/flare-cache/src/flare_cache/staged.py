@@ -27,10 +27,17 @@ from flare_core.errors import Poisoned
 from flare_core.geometry import Geometry
 from flare_core.ports import PageMemory
 from flare_core.prefix import Tier
+from flare_transport.failpoint import failpoint
 
 __all__ = ["DEFAULT_NUM_THREADS", "StagedTransport"]
 
 DEFAULT_NUM_THREADS = 8
+_ACK_POINTS = {
+    JobOp.STORE: "store.ack",
+    JobOp.FETCH: "fetch.ack",
+    JobOp.TRUNCATE: "truncate.ack",
+    JobOp.UNLINK: "unlink.ack",
+}
 _log = logging.getLogger(__name__)
 
 
@@ -251,7 +258,11 @@ class StagedTransport:
     def _report(self, job: Job, result: JobResult) -> None:
         if result.status is not JobStatus.OK:
             _log.warning("%s job %d of %s: %s", job.op, job.job_id, job.record.key.hex()[:16], result.reason)
-        self._call(lambda: self.on_result(result))
+        self._call(lambda: self._answer(job, result))
+
+    def _answer(self, job: Job, result: JobResult) -> None:
+        failpoint(_ACK_POINTS[job.op])
+        self.on_result(result)
 
     def _call(self, callback: Callable[[], None]) -> None:
         try:

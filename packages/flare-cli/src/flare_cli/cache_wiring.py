@@ -37,6 +37,7 @@ from flare_core.keys import salt_key_id
 from flare_core.ports import JobGate, PrefixStore
 from flare_core.prefix import Tier
 from flare_transport import Link, dial_link, open_link_listener
+from flare_transport.failpoint import failpoint
 
 __all__ = ["Loss", "RankCache", "open_leader_cache", "open_peer_cache"]
 
@@ -151,6 +152,7 @@ def _accept_links(group: ControlGroup) -> Mapping[int, Link]:
     listener = open_link_listener(group.session, list(group.identities.values()), purpose=LINK_PURPOSE)
     try:
         for rank, offer in listener.offers.items():
+            failpoint("record-link.offer")
             group.send_offer(rank, offer)
         return listener.accept()
     finally:

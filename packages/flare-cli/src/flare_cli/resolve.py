@@ -56,7 +56,7 @@ def resolve(flags: Mapping[str, str | bool], environ: Mapping[str, str], *, file
     directory = values["prefix_cache_disk"]
     if directory is not None:
         values["prefix_cache_disk"] = rank_directory(directory, values["rank"])
-    known = {setting.variable for setting in RUN_SETTINGS} | {"FLARE_CONFIG"}
+    known = {setting.variable for setting in RUN_SETTINGS} | {"FLARE_CONFIG", "FLARE_FAILPOINT"}
     unknown = tuple(sorted(name for name in environ if name.startswith("FLARE_") and name not in known))
     return Resolved(RunConfig(**values), origins, unknown)
 

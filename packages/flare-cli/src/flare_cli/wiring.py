@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
 from flare_cli.config import KvMemory, RunConfig
 from flare_cli.control_group import ControlGroup
+from flare_cli.failpoints import with_failpoints
 from flare_cli.units import format_size
 from flare_core.errors import UsageError
 from flare_core.geometry import Geometry, SetIdentity
@@ -80,11 +81,13 @@ def open_model(
     """
     directory = Path(config.model or "")
     if is_oracle(directory):
-        return _open_oracle(config, directory, group, agree_pages)
-    report("loading torch")
-    from flare_cli.torch_wiring import open_torch
+        model = _open_oracle(config, directory, group, agree_pages)
+    else:
+        report("loading torch")
+        from flare_cli.torch_wiring import open_torch
 
-    return open_torch(config, directory, group, agree_pages=agree_pages, report=report)
+        model = open_torch(config, directory, group, agree_pages=agree_pages, report=report)
+    return replace(model, runner=with_failpoints(model.runner))
 
 
 def is_oracle(directory: Path) -> bool:

@@ -16,6 +16,7 @@ from flare_transport.address import Address, listen_on, resolve
 from flare_transport.certificates import secure_socket
 from flare_transport.channel import set_link_options
 from flare_transport.errors import AddressError, CertificateError, RemoteProtocolError, SecondLinkError
+from flare_transport.failpoint import failpoint
 from flare_transport.frame_types import LINK_ACCEPT, LINK_PROOF, by_code
 from flare_transport.framing import FrameDecoder, FrameType, encode_frame
 from flare_transport.greeting import Caller, GreetingSettings, Reception
@@ -128,6 +129,7 @@ class LinkListener:
             if peer.rank in self._used or not caller.keep():
                 raise RemoteProtocolError("the offer was used before")
             self._used.add(peer.rank)
+        failpoint("record-link.accept")
         timed.send(encode_frame(LINK_ACCEPT, listener_proof(self._session, offer.purpose, peer.rank, offer.nonce)))
         with self._lock:
             if self._is_closed:
@@ -195,6 +197,7 @@ def _dial(session: Session, rank_zero: PeerIdentity, offer: LinkOffer, deadline:
         undo.callback(timed.socket.close)
         set_link_options(timed.socket)
         timed.socket.bind(source)
+        failpoint("record-link.connect")
         timed.socket.settimeout(timed.remaining_seconds())
         timed.socket.connect(sockaddr)
         if session.credentials is not None:

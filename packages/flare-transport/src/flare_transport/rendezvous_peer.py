@@ -16,6 +16,7 @@ from flare_transport.errors import (
     RendezvousError,
     RendezvousRefused,
 )
+from flare_transport.failpoint import failpoint
 from flare_transport.frame_types import COMPLETE, REFUSE, by_code
 from flare_transport.framing import FrameDecoder
 from flare_transport.handshake import HandshakeSettings, PeerHandshake, Proven
@@ -83,6 +84,7 @@ def _attempt(settings: RendezvousSettings, session: Session, deadline: float) ->
         if refusal is not None:
             sock.close()
             return refusal
+        failpoint("rendezvous.met")
         identity = identity_of(sock, outcome)
     except BaseException:
         sock.close()
@@ -123,9 +125,13 @@ def _shake_hands(timed: TimedSocket, session: Session) -> Proven | Refusal:
         ),
         session.rank,
     )
+    failpoint("rendezvous.hello")
     timed.send(machine.start())
     while machine.outcome is None:
-        timed.send(machine.receive(timed.receive(machine.num_bytes_wanted)))
+        answer = machine.receive(timed.receive(machine.num_bytes_wanted))
+        if answer:
+            failpoint("rendezvous.proof")
+        timed.send(answer)
     return machine.outcome
 
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from flare_transport.address import listen_on
 from flare_transport.certificates import make_credentials, secure_socket
 from flare_transport.errors import CertificateError, RemoteProtocolError, RendezvousError
+from flare_transport.failpoint import failpoint
 from flare_transport.frame_types import COMPLETE, REFUSE
 from flare_transport.framing import encode_frame
 from flare_transport.greeting import Caller, Reception
@@ -103,6 +104,7 @@ class _Host:
         deadline = time.monotonic() + self._settings.deadline_seconds
         watched: dict[int, _Seated] = {}
         with contextlib.closing(listen_on(self._settings.address)) as listener:
+            failpoint("rendezvous.listen")
             reception = Reception([listener], self._greet, self._settings.greeting)
             try:
                 while True:
@@ -163,7 +165,10 @@ class _Host:
         )
         try:
             while machine.outcome is None:
-                timed.send(machine.receive(timed.receive(machine.num_bytes_wanted)))
+                answer = machine.receive(timed.receive(machine.num_bytes_wanted))
+                if answer:
+                    failpoint("rendezvous.welcome")
+                timed.send(answer)
                 caller.progress = _PROGRESS.get(machine.state, 0)
             if isinstance(machine.outcome, Proven) and not self._seats.claim(machine.outcome.rank):
                 rank = machine.outcome.rank
@@ -182,6 +187,7 @@ class _Host:
         """Accept a caller whose rank is claimed, and seat it once TLS shows the same certificate."""
         sock = caller.socket
         try:
+            failpoint("rendezvous.accept")
             timed.send(machine.accept())
             if self._session.credentials is not None:
                 sock = secure_socket(
@@ -242,6 +248,7 @@ def gather(settings: RendezvousSettings, observe: Observer) -> Group:
     host = _Host(settings, session, observe)
     try:
         host.gather()
+        failpoint("rendezvous.met")
         return host.complete()
     except BaseException:
         host.dismiss()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from typing import TYPE_CHECKING, Any
 
@@ -25,9 +26,11 @@ def run(**arguments: Any) -> int:
     in a variable (FLARE_PAGE_TOKENS) or in a TOML file; 'flare config' shows what came of them.
     """
     from flare_cli.config import check_config
+    from flare_cli.failpoints import arm_failpoints
 
     resolved = resolve_from(arguments)
     check_config(resolved.config)
+    arm_failpoints(os.environ)
     # Until the group has met there is nothing to drain; from then on the processes have handlers of their own.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
