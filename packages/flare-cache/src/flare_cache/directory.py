@@ -1,8 +1,8 @@
 """The record directory of one rank: a private directory, its lock, and what may be done to the names in it.
 
-Every path below is a name relative to a descriptor of the directory, opened without following links; a directory
-that is moved or replaced later cannot lead a write elsewhere. Foreign names are never touched. What the files hold
-is the codec's business, which records are wanted is rank zero's.
+Every path below is a name inside the directory, opened without following links (:mod:`flare_cache.directory_files`);
+a directory that is moved or replaced later cannot lead a write elsewhere. Foreign names are never touched. What the
+files hold is the codec's business, which records are wanted is rank zero's.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Self
 
+from flare_cache.directory_files import DirectoryFiles, OsFiles
 from flare_cache.directory_lock import acquire_lock
 from flare_cache.join_index import JOIN_INDEX_TEMPORARY_NAME
 from flare_cache.record import Problem, RecordError
@@ -75,12 +76,13 @@ class RecordDirectory:
 
     Attributes:
         path: for messages only.
-        dir_fd, lock_fd: held until :meth:`close`.
+        files: of the directory; closed by :meth:`close`.
+        lock_fd: held until then.
         stores_stopped: why nothing is stored here any more (a failed fsync), or None.
     """
 
     path: Path
-    dir_fd: int
+    files: DirectoryFiles
     lock_fd: int
     stores_stopped: str | None = None
     _sizes: dict[str, int] = field(default_factory=dict)
@@ -115,28 +117,34 @@ class RecordDirectory:
         except BaseException:
             os.close(dir_fd)
             raise
-        directory = cls(path=path, dir_fd=dir_fd, lock_fd=lock_fd)
+        directory = cls(path=path, files=OsFiles(dir_fd), lock_fd=lock_fd)
         try:
-            directory._sweep_temporaries()
+            directory.sweep_temporaries()
         except OSError as error:
             directory.close()
             raise UsageError(f"{path}: a temporary file cannot be removed: {error.strerror}") from error
         return directory
 
-    def _sweep_temporaries(self) -> None:
-        with os.scandir(self.dir_fd) as entries:
-            orphans = [entry.name for entry in entries if _is_temporary(entry.name)]
-        for name in orphans:
-            os.unlink(name, dir_fd=self.dir_fd)
+    @property
+    def dir_fd(self) -> int:
+        """Descriptor of the directory, where its files are the system's."""
+        if not isinstance(self.files, OsFiles):
+            raise TypeError(f"{self.path} is no directory of this system")
+        return self.files.dir_fd
+
+    def sweep_temporaries(self) -> None:
+        """Remove what an earlier process had begun; once, before anything else. Raises OSError."""
+        for name in [entry.name for entry in self.files.entries() if _is_temporary(entry.name)]:
+            self.files.unlink(name)
 
     def close(self) -> None:
         """Give the lock back. Nothing may use the directory afterwards."""
-        os.close(self.lock_fd)
-        os.close(self.dir_fd)
+        self.files.close(self.lock_fd)
+        self.files.close_directory()
 
     def read_set(self) -> SetFile | None:
         """See :func:`flare_cache.set_file.read_set_file`."""
-        return read_set_file(self.dir_fd, str(self.path))
+        return read_set_file(self.files, str(self.path))
 
     def adopt(self, content: SetFile) -> None:
         """Write ``set.json``: from now on the directory belongs to this rank of this set.
@@ -145,7 +153,7 @@ class RecordDirectory:
             UsageError: it could not be written.
         """
         try:
-            write_set_file(self.dir_fd, content)
+            write_set_file(self.files, content)
         except OSError as error:
             raise UsageError(f"{self.path}/set.json cannot be written: {error.strerror}") from error
 
@@ -158,15 +166,15 @@ class RecordDirectory:
         """
         flags = (os.O_RDWR if writable else os.O_RDONLY) | open_flags(direct=direct)
         try:
-            fd = os.open(name, flags, dir_fd=self.dir_fd)
+            fd = self.files.open(name, flags)
         except FileNotFoundError as error:
             raise RecordError(Problem.MISSING, name) from error
         except OSError as error:
             if error.errno not in _DAMAGE:
                 raise
             raise RecordError(Problem.READ_ERROR, f"{errno_name(error)} on opening {name}") from error
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            os.close(fd)
+        if not stat.S_ISREG(self.files.fstat(fd).st_mode):
+            self.files.close(fd)
             raise RecordError(Problem.NOT_A_RECORD, f"{name} is no regular file")
         return fd
 
@@ -177,7 +185,7 @@ class RecordDirectory:
             OSError: it exists, or the file system refuses.
         """
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | open_flags(direct=direct)
-        fd = os.open(name, flags, 0o600, dir_fd=self.dir_fd)
+        fd = self.files.open(name, flags, 0o600)
         self.charge(name, num_bytes)
         return fd
 
@@ -189,9 +197,9 @@ class RecordDirectory:
         """
         # link and unlink rather than renameat2: the same effect through calls that every file system and Python have.
         failpoint("store.link")
-        os.link(temporary, name, src_dir_fd=self.dir_fd, dst_dir_fd=self.dir_fd, follow_symlinks=False)
+        self.files.link(temporary, name)
         failpoint("store.unlink-temporary")
-        os.unlink(temporary, dir_fd=self.dir_fd)
+        self.files.unlink(temporary)
         failpoint("store.published")
         with self._mutex:
             self._sizes[name] = self._sizes.pop(temporary, 0)
@@ -203,7 +211,7 @@ class RecordDirectory:
             OSError: it is still there.
         """
         with contextlib.suppress(FileNotFoundError):
-            os.unlink(name, dir_fd=self.dir_fd)
+            self.files.unlink(name)
         return self.charge(name, 0)
 
     def truncate(self, name: str, size: int) -> int:
@@ -215,18 +223,18 @@ class RecordDirectory:
         """
         fd = self.open_record(name, direct=False, writable=True)
         try:
-            before = os.fstat(fd).st_size
+            before = self.files.fstat(fd).st_size
             if before > size:
                 failpoint("truncate.cut")
-                os.ftruncate(fd, size)
+                self.files.ftruncate(fd, size)
         finally:
-            os.close(fd)
+            self.files.close(fd)
         self.charge(name, min(before, size))
         return max(0, before - size)
 
     def sync(self) -> None:
         """Make renames and unlinks durable. Raises OSError; never call it again after that."""
-        os.fsync(self.dir_fd)
+        self.files.fsync_directory()
 
     def charge(self, name: str, num_bytes: int) -> int:
         """Count ``name`` with ``num_bytes`` from now on (0: no longer); what it counted before."""
@@ -252,9 +260,8 @@ class RecordDirectory:
 
     def free_bytes(self) -> int:
         """Bytes that this user can still write on the file system."""
-        status = os.fstatvfs(self.dir_fd)
-        return status.f_bavail * status.f_frsize
+        return self.files.free_bytes()
 
-    def file_system(self) -> int:
-        """Device number: ranks of one host with the same one share their free space."""
-        return os.fstat(self.dir_fd).st_dev
+    def file_system(self) -> str:
+        """Ranks whose directories say the same here share their free space."""
+        return self.files.file_system()

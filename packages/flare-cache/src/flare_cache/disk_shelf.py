@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
-import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from flare_cache.digest import DIGEST_BYTES, section_digest
@@ -52,7 +51,7 @@ def use_direct(directory: RecordDirectory, transport: DiskTransport) -> bool:
         UsageError: DIRECT where the file system refuses it.
         OSError: the directory cannot be written.
     """
-    return probe_direct(directory.dir_fd, _PROBE_NAME, transport=transport, path=str(directory.path))
+    return probe_direct(directory.files, _PROBE_NAME, transport=transport, path=str(directory.path))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,31 +102,32 @@ class DiskShelf:
         failpoint("fetch.begin")
         layout = self.layout(job)
         failpoint("fetch.open")
+        files = self.directory.files
         fd = self.directory.open_record(record_file_name(job.record.key), direct=self.direct)
         try:
             failpoint("fetch.header")
-            header = read_header(fd, layout.header_bytes)
+            header = read_header(files, fd, expected_bytes=layout.header_bytes)
             check_header(header, set_fingerprint=self.set_fingerprint, geometry=self.geometry)
             check_same_record(header.identity, job.record)
             parts = self._parts(job, layout, memory)
-            size = os.fstat(fd).st_size
+            size = files.fstat(fd).st_size
             legal, needed = layout.legal_size(size), parts[-1][-1].offset + parts[-1][-1].num_bytes
             if legal is None or legal < needed:
                 raise RecordError(Problem.TRUNCATED, f"{size} bytes where the job needs {needed}")
             if not self.direct:
                 start = parts[0][0].offset
-                os.posix_fadvise(fd, start, needed - start, os.POSIX_FADV_WILLNEED)
+                files.will_need(fd, start, needed - start)
         except BaseException:
-            os.close(fd)
+            files.close(fd)
             raise
         return DiskFetch(shelf=self, fd=fd, header=header, parts=parts)
 
     def _stored_header(self, job: Job) -> RecordHeader:
         fd = self.directory.open_record(record_file_name(job.record.key), direct=False)
         try:
-            header = read_header(fd)
+            header = read_header(self.directory.files, fd)
         finally:
-            os.close(fd)
+            self.directory.files.close(fd)
         check_header(header, set_fingerprint=self.set_fingerprint, geometry=self.geometry)
         check_same_record(header.identity, job.record)
         return header
@@ -177,7 +177,7 @@ class DiskStore:
                     self.job.record.store_id, self.shelf.geometry.rank, index=item.index, payload=views
                 )
             failpoint("store.write")
-            write_sections(self.fd, flat_views(window), part[0].offset)
+            write_sections(self.shelf.directory.files, self.fd, views=flat_views(window), offset=part[0].offset)
 
     def finish(self) -> int:
         """Write the header, make the file durable if asked to, and give it its name."""
@@ -192,22 +192,22 @@ class DiskStore:
         buffer = aligned_buffer(len(header))
         buffer[:] = header
         failpoint("store.header")
-        write_sections(self.fd, [buffer], 0)
+        write_sections(shelf.directory.files, self.fd, views=[buffer], offset=0)
         failpoint("store.written")
-        self._inode = os.fstat(self.fd).st_ino
+        self._inode = shelf.directory.files.fstat(self.fd).st_ino
         if shelf.durability is Durability.POWER:
             failpoint("store.fsync")
-            self._sync(self.fd)
+            self._sync(lambda: shelf.directory.files.fsync(self.fd))
         self._close()
         shelf.directory.publish(self.temporary, record_file_name(record.key))
         if shelf.durability is Durability.POWER:
             failpoint("store.fsync-directory")
-            self._sync(shelf.directory.dir_fd)
+            self._sync(shelf.directory.sync)
         return self.layout.row_end
 
-    def _sync(self, fd: int) -> None:
+    def _sync(self, sync: Callable[[], None]) -> None:
         try:
-            os.fsync(fd)
+            sync()
         except OSError as error:
             # The kernel has dropped what it could not write: a second fsync would succeed and lie.
             self.shelf.directory.stores_stopped = f"fsync failed: {error.strerror}"
@@ -216,7 +216,7 @@ class DiskStore:
     def _close(self) -> None:
         if not self._closed:
             self._closed = True
-            os.close(self.fd)
+            self.shelf.directory.files.close(self.fd)
 
     def abandon(self) -> bool:
         """Remove what was written, under either name."""
@@ -228,7 +228,7 @@ class DiskStore:
             name = record_file_name(self.job.record.key)
             # The final name may be another store's file, which refused this one.
             with contextlib.suppress(FileNotFoundError):
-                if os.stat(name, dir_fd=directory.dir_fd, follow_symlinks=False).st_ino == self._inode:
+                if directory.files.lstat(name).st_ino == self._inode:
                     directory.remove(name)
         except OSError:
             return False
@@ -247,7 +247,7 @@ class DiskFetch:
     def run(self, part: Part) -> None:
         """Read, verify and deliver one part."""
         with self.shelf.passage.incoming([item.segments for item in part]) as window:
-            read_sections(self.fd, flat_views(window), part[0].offset)
+            read_sections(self.shelf.directory.files, self.fd, views=flat_views(window), offset=part[0].offset)
             failpoint("fetch.verify")
             verify_items(part, window, header=self.header, geometry=self.shelf.geometry)
             failpoint("fetch.deliver")
@@ -255,10 +255,10 @@ class DiskFetch:
 
     def finish(self) -> int:
         """Close the file; bytes read."""
-        os.close(self.fd)
+        self.shelf.directory.files.close(self.fd)
         return sum(item.num_bytes for part in self.parts for item in part)
 
     def abandon(self) -> bool:
         """Close the file."""
-        os.close(self.fd)
+        self.shelf.directory.files.close(self.fd)
         return True

@@ -96,14 +96,21 @@ class Dispatcher:
         leader: the machine.
         on_outcome: called whenever :meth:`take` has something new, from any thread; must not block.
         on_poison: called once with the reason, from any thread; must not block. The process is to end within a second.
+        clock: monotonic seconds.
     """
 
     def __init__(
-        self, leader: ShardedLeader, *, on_outcome: Callable[[], None], on_poison: Callable[[str], None]
+        self,
+        leader: ShardedLeader,
+        *,
+        on_outcome: Callable[[], None],
+        on_poison: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._leader = leader
         self._on_outcome = on_outcome
         self._on_poison = on_poison
+        self._clock = clock
         self._turnstile: Turnstile[_Step] = Turnstile(self._handle)
         self._outcomes: deque[Outcome] = deque()
         self._poisoned: str | None = None
@@ -126,11 +133,19 @@ class Dispatcher:
         router.on_end(lambda _, end: self._link_ended(rank, end))
 
     def start(self, transport: LocalTransport, links: Mapping[int, RecordLink]) -> None:
-        """Serve, once ranks have joined. ``transport`` and ``links`` (by rank) are started."""
+        """Serve, once ranks have joined, with a clock of its own. ``transport`` and ``links`` (by rank) are started."""
+        self.serve(transport, links)
+        self._thread.start()
+
+    def serve(self, transport: LocalTransport, links: Mapping[int, RecordLink]) -> None:
+        """Serve without a clock: the caller calls :meth:`tick` several times a second."""
         self._transport = transport
         self._links = links
         self._turnstile.post(self._serve)
-        self._thread.start()
+
+    def tick(self) -> None:
+        """Time has passed: find who is overdue."""
+        self._turnstile.post(self._leader.tick)
 
     def pulse(self) -> bytes:
         """Payload of a heartbeat to a peer."""
@@ -209,7 +224,7 @@ class Dispatcher:
 
     def _run_clock(self) -> None:
         while not self._closing.wait(_TICK_SECONDS):
-            self._turnstile.post(self._leader.tick)
+            self.tick()
 
     def _started(self, rank: int, payload: memoryview) -> None:
         try:
@@ -257,7 +272,7 @@ class Dispatcher:
     def _handle(self, step: _Step) -> None:
         try:
             num_undos = self._leader.num_undos
-            effects = step(time.monotonic())
+            effects = step(self._clock())
             if self._leader.num_undos > num_undos:
                 failpoint("undo.begin")
             for effect in effects:

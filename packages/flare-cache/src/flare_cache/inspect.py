@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flare_cache.digest import DIGEST_BYTES, ROW_INDEX, section_digest
 from flare_cache.directory import RECORD_NAME, RecordDirectory
+from flare_cache.directory_files import OsFiles
 from flare_cache.directory_lock import LockHolder, current_holder
 from flare_cache.host_memory import aligned_buffer
 from flare_cache.record import Problem, RecordError, RecordHeader
@@ -115,7 +116,7 @@ def list_records(path: Path) -> Listing:
     """
     dir_fd = _open_directory(path)
     try:
-        set_file = read_set_file(dir_fd, str(path))
+        set_file = read_set_file(OsFiles(dir_fd), str(path))
         holder = current_holder(dir_fd)
         headers: dict[bytes, tuple[RecordHeader, int]] = {}
         unusable: list[UnusableFile] = []
@@ -153,7 +154,7 @@ def _open_record(dir_fd: int, name: str) -> int:
 def _read(dir_fd: int, name: str) -> tuple[RecordHeader, int]:
     fd = _open_record(dir_fd, name)
     try:
-        header, size = read_header(fd), os.fstat(fd).st_size
+        header, size = read_header(OsFiles(dir_fd), fd), os.fstat(fd).st_size
     finally:
         os.close(fd)
     if header.identity.key.hex() != name[:64]:
@@ -208,6 +209,7 @@ def find_record(listing: Listing, prefix: str) -> RecordSummary:
 class _Reader:
     """Reads sections in pieces of bounded size, whatever length a header claims."""
 
+    files: OsFiles
     fd: int
     header: RecordHeader
     buffer: memoryview = field(default_factory=lambda: aligned_buffer(_CHUNK_BYTES))
@@ -216,7 +218,7 @@ class _Reader:
         """The bytes at ``offset``; each piece is valid until the next."""
         while length:
             piece = self.buffer[: min(length, len(self.buffer))]
-            read_sections(self.fd, [piece], offset)
+            read_sections(self.files, self.fd, views=[piece], offset=offset)
             yield piece
             offset, length = offset + len(piece), length - len(piece)
 
@@ -255,9 +257,10 @@ def verify_records(
 def _verify(dir_fd: int, record: RecordSummary) -> None:
     fd = _open_record(dir_fd, record.name)
     try:
-        header = read_header(fd)
+        files = OsFiles(dir_fd)
+        header = read_header(files, fd)
         layout = header.layout
-        reader = _Reader(fd, header)
+        reader = _Reader(files, fd, header)
         for index in range(layout.num_pages + record.has_tail):
             reader.check(index, index, offset=layout.section_offset(index), length=layout.page_bytes)
         if record.has_row:

@@ -21,7 +21,7 @@ from flare_transport.errors import QueueFull, TransportError
 from flare_transport.failpoint import failpoint
 from flare_transport.router import LinkEnd, Router
 
-__all__ = ["JOIN_TIMEOUT_SECONDS", "JoinInbox", "join_as_leader", "join_as_peer"]
+__all__ = ["JOIN_TIMEOUT_SECONDS", "JoinInbox", "JoinRun", "join_as_leader", "join_as_peer"]
 
 JOIN_TIMEOUT_SECONDS = 120.0
 """From the first message to the last; scans of a cold directory of 100,000 records fit many times."""
@@ -80,7 +80,7 @@ def join_as_leader(
         ConfigurationMismatch: settings differ between ranks; names fields, values and ranks.
         UsageError: the loss guard stopped it, or a rank failed, was lost, or did not answer in time.
     """
-    run = _Run(links, apply, leader.applied, leader.failed, time.monotonic() + timeout_seconds)
+    run = JoinRun(links, apply, leader.applied, leader.failed, time.monotonic() + timeout_seconds)
     finished = run.perform(leader.start())
     while finished is None:
         arrived = inbox.get(run.deadline)
@@ -103,7 +103,7 @@ def join_as_peer(
     timeout_seconds: float = JOIN_TIMEOUT_SECONDS,
 ) -> Finished:
     """Join as a peer; raises as :func:`join_as_leader` does."""
-    run = _Run({0: link}, apply, peer.applied, peer.failed, time.monotonic() + timeout_seconds)
+    run = JoinRun({0: link}, apply, peer.applied, peer.failed, time.monotonic() + timeout_seconds)
     finished = run.perform(peer.start())
     while finished is None:
         arrived = inbox.get(run.deadline)
@@ -114,8 +114,8 @@ def join_as_peer(
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
-    """What effects are performed with."""
+class JoinRun:
+    """What a join's effects are performed with; ``applied`` and ``failed`` are the machine's."""
 
     links: Mapping[int, RecordLink]
     apply: ApplyVerdicts
@@ -124,6 +124,7 @@ class _Run:
     deadline: float
 
     def perform(self, effects: list[JoinEffect]) -> Finished | None:
+        """Perform them in order; what was agreed, once it is. Raises what the join failed with."""
         finished = None
         for effect in effects:
             match effect:

@@ -59,6 +59,10 @@ class ServiceEnd:
     is_drained: bool
 
 
+def _run_in_thread(task: Callable[[], None]) -> None:
+    threading.Thread(target=task, name="flare record drain", daemon=True).start()
+
+
 class PeerService:
     """See the module. Build it, then the transport with ``on_result=service.finished_here`` and
     ``on_fault=service.fault_here``, then :meth:`attach`.
@@ -67,6 +71,7 @@ class PeerService:
         run_id, rank: of this run, as the rendezvous agreed.
         on_end: called once, from a thread of its own, after the link ended and the transport was closed.
         drain_seconds: how long transfers that run may take to end when the link is lost.
+        run_apart: has the draining, which blocks that long, run elsewhere.
     """
 
     def __init__(
@@ -76,11 +81,13 @@ class PeerService:
         rank: int,
         on_end: Callable[[ServiceEnd], None],
         drain_seconds: float = DRAIN_SECONDS,
+        run_apart: Callable[[Callable[[], None]], None] = _run_in_thread,
     ) -> None:
         self._run_id = run_id
         self._rank = rank
         self._on_end = on_end
         self._drain_seconds = drain_seconds
+        self._run_apart = run_apart
         self._link: RecordLink | None = None
         self._transport: LocalTransport | None = None
         self._leader_progress = Progress(0, 0)
@@ -88,7 +95,6 @@ class PeerService:
         self._num_finished = 0
         self._finished = itertools.count(1)
         self._ended = threading.Event()
-        self._drain: threading.Thread | None = None
         self._mutex = threading.Lock()
         self._is_serving = False
         self._end_before_serving: LinkEnd | None = None
@@ -196,8 +202,7 @@ class PeerService:
 
     def _drain_apart(self, end: LinkEnd) -> None:
         # Draining waits for disk threads, which the link's own thread must not do.
-        self._drain = threading.Thread(target=self._end, args=(end,), name="flare record drain", daemon=True)
-        self._drain.start()
+        self._run_apart(lambda: self._end(end))
 
     def _end(self, end: LinkEnd) -> None:
         is_drained = self._transport is None or self._transport.close(self._drain_seconds)

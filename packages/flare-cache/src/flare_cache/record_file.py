@@ -12,6 +12,7 @@ import errno
 import os
 from collections.abc import Sequence
 
+from flare_cache.directory_files import DirectoryFiles
 from flare_cache.host_memory import aligned_buffer
 from flare_cache.record import BLOCK_BYTES, Problem, RecordError, RecordHeader, decode_header, header_length
 from flare_core.errors import UsageError
@@ -51,7 +52,7 @@ def _advance(views: list[memoryview], done: int) -> list[memoryview]:
     return []
 
 
-def read_sections(fd: int, views: Sequence[memoryview], offset: int) -> None:
+def read_sections(files: DirectoryFiles, fd: int, *, views: Sequence[memoryview], offset: int) -> None:
     """Fill ``views`` with the bytes from ``offset`` on. Blocks for the disk.
 
     Raises:
@@ -61,7 +62,7 @@ def read_sections(fd: int, views: Sequence[memoryview], offset: int) -> None:
     while pending:
         try:
             failpoint("fetch.read")
-            done = os.preadv(fd, pending[:_IOV_MAX], at)
+            done = files.preadv(fd, pending[:_IOV_MAX], at)
         except OSError as error:
             raise RecordError(Problem.READ_ERROR, f"{errno_name(error)} at offset {at}") from error
         if not done:
@@ -69,7 +70,7 @@ def read_sections(fd: int, views: Sequence[memoryview], offset: int) -> None:
         pending, at = _advance(pending, done), at + done
 
 
-def write_sections(fd: int, views: Sequence[memoryview], offset: int) -> None:
+def write_sections(files: DirectoryFiles, fd: int, *, views: Sequence[memoryview], offset: int) -> None:
     """Write ``views`` from ``offset`` on, whole. Blocks for the disk.
 
     Raises:
@@ -77,33 +78,33 @@ def write_sections(fd: int, views: Sequence[memoryview], offset: int) -> None:
     """
     pending, at = list(views), offset
     while pending:
-        done = os.pwritev(fd, pending[:_IOV_MAX], at)
+        done = files.pwritev(fd, pending[:_IOV_MAX], at)
         if not done:
             raise OSError(errno.EIO, f"nothing was written at offset {at}")
         pending, at = _advance(pending, done), at + done
 
 
-def read_header(fd: int, expected_bytes: int = BLOCK_BYTES) -> RecordHeader:
+def read_header(files: DirectoryFiles, fd: int, *, expected_bytes: int = BLOCK_BYTES) -> RecordHeader:
     """The verified header of an open file. ``expected_bytes``: its length if known, so that one read is enough.
 
     Raises:
         RecordError: any of the codec's problems, or READ_ERROR.
     """
     first = aligned_buffer(expected_bytes)
-    got = _read_some(fd, first)
+    got = _read_some(files, fd, buffer=first)
     length = header_length(first[:got])
     if got < expected_bytes or length <= got:
         return decode_header(first[:got])
     whole = aligned_buffer(length)
-    return decode_header(whole[: _read_some(fd, whole)])
+    return decode_header(whole[: _read_some(files, fd, buffer=whole)])
 
 
-def _read_some(fd: int, buffer: memoryview) -> int:
+def _read_some(files: DirectoryFiles, fd: int, *, buffer: memoryview) -> int:
     """Fill ``buffer`` from the file's start as far as the file goes."""
     done = 0
     while done < len(buffer):
         try:
-            got = os.preadv(fd, [buffer[done:]], done)
+            got = files.preadv(fd, [buffer[done:]], done)
         except OSError as error:
             raise RecordError(Problem.READ_ERROR, f"{errno_name(error)} at offset {done}") from error
         if not got:
@@ -119,7 +120,7 @@ def errno_name(error: OSError) -> str:
     return errno.errorcode.get(error.errno or 0, str(error))
 
 
-def probe_direct(dir_fd: int, name: str, *, transport: DiskTransport, path: str) -> bool:
+def probe_direct(files: DirectoryFiles, name: str, *, transport: DiskTransport, path: str) -> bool:
     """Are records read and written with O_DIRECT? AUTO tries it on a temporary file ``name``, which is removed.
 
     Raises:
@@ -130,19 +131,19 @@ def probe_direct(dir_fd: int, name: str, *, transport: DiskTransport, path: str)
         return False
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | open_flags(direct=True)
     try:
-        fd = os.open(name, flags, 0o600, dir_fd=dir_fd)
+        fd = files.open(name, flags, 0o600)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
         works = False
     else:
         try:
-            works = _round_trip(fd)
+            works = _round_trip(files, fd)
         finally:
-            os.close(fd)
+            files.close(fd)
     # An open refused with EINVAL may have created the file.
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(name, dir_fd=dir_fd)
+        files.unlink(name)
     if transport is DiskTransport.DIRECT and not works:
         raise UsageError(
             f"the file system of {path} refuses O_DIRECT: use --prefix-cache-disk-transport buffered or auto"
@@ -150,10 +151,10 @@ def probe_direct(dir_fd: int, name: str, *, transport: DiskTransport, path: str)
     return works
 
 
-def _round_trip(fd: int) -> bool:
+def _round_trip(files: DirectoryFiles, fd: int) -> bool:
     block = aligned_buffer(BLOCK_BYTES)
     try:
-        return os.pwritev(fd, [block], 0) == BLOCK_BYTES and os.preadv(fd, [block], 0) == BLOCK_BYTES
+        return files.pwritev(fd, [block], 0) == BLOCK_BYTES and files.preadv(fd, [block], 0) == BLOCK_BYTES
     except OSError as error:
         if error.errno == errno.EINVAL:
             return False

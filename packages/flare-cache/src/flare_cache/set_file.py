@@ -11,6 +11,7 @@ import os
 
 import msgspec
 
+from flare_cache.directory_files import DirectoryFiles, read_whole
 from flare_core.errors import UsageError
 from flare_core.geometry import SetIdentity
 
@@ -64,7 +65,7 @@ def new_set_file(identity: SetIdentity, rank: int, *, set_id: bytes, salt_key_id
     )
 
 
-def read_set_file(dir_fd: int, path: str) -> SetFile | None:
+def read_set_file(files: DirectoryFiles, path: str) -> SetFile | None:
     """The directory's ``set.json``; None where there is none. ``path`` names the directory in messages.
 
     Raises:
@@ -72,15 +73,17 @@ def read_set_file(dir_fd: int, path: str) -> SetFile | None:
     """
     remedy = "give another directory, or remove this one's contents to start it anew"
     try:
-        fd = os.open(SET_FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=dir_fd)
+        fd = files.open(SET_FILE_NAME, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     except FileNotFoundError:
         return None
     except OSError as error:
         raise UsageError(f"{path}/{SET_FILE_NAME} cannot be opened: {error.strerror}; {remedy}") from error
     try:
-        data = os.read(fd, _MAX_BYTES)
+        data = read_whole(files, fd, _MAX_BYTES)
+    except OSError as error:
+        raise UsageError(f"{path}/{SET_FILE_NAME} cannot be read: {error.strerror}; {remedy}") from error
     finally:
-        os.close(fd)
+        files.close(fd)
     try:
         found = msgspec.json.decode(data, type=SetFile)
     except msgspec.DecodeError as error:
@@ -93,7 +96,7 @@ def read_set_file(dir_fd: int, path: str) -> SetFile | None:
     return found
 
 
-def write_set_file(dir_fd: int, content: SetFile) -> None:
+def write_set_file(files: DirectoryFiles, content: SetFile) -> None:
     """Write ``set.json`` so that it is there whole or not at all, also after a power cut.
 
     Raises:
@@ -101,19 +104,19 @@ def write_set_file(dir_fd: int, content: SetFile) -> None:
     """
     data = msgspec.json.format(msgspec.json.encode(content), indent=2) + b"\n"
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-    fd = os.open(SET_TEMPORARY_NAME, flags, _PRIVATE, dir_fd=dir_fd)
+    fd = files.open(SET_TEMPORARY_NAME, flags, _PRIVATE)
     try:
         try:
-            if os.write(fd, data) != len(data):
+            if files.pwritev(fd, [memoryview(data)], 0) != len(data):
                 raise OSError(f"{SET_FILE_NAME} was written short")
-            os.fsync(fd)
+            files.fsync(fd)
         finally:
-            os.close(fd)
-        os.rename(SET_TEMPORARY_NAME, SET_FILE_NAME, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
-        os.fsync(dir_fd)
+            files.close(fd)
+        files.rename(SET_TEMPORARY_NAME, SET_FILE_NAME)
+        files.fsync_directory()
     except OSError:
         with contextlib.suppress(OSError):
-            os.unlink(SET_TEMPORARY_NAME, dir_fd=dir_fd)
+            files.unlink(SET_TEMPORARY_NAME)
         raise
 
 

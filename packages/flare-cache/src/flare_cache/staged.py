@@ -1,8 +1,8 @@
 """One rank's executor of jobs: worker threads that run stores, fetches, truncations and unlinks on its shelves.
 
 Submitting never blocks. Jobs start in the order that :class:`flare_cache.job_order.JobOrder` allows; a large one is
-split over all threads. Threads here never enter torch. Other ranks, records that ought to exist and what follows
-from a failure are not known here.
+split over all threads, task by task; a simulator runs the same tasks itself. Threads here never enter torch. Other
+ranks, records that ought to exist and what follows from a failure are not known here.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ class StagedTransport:
             pages must never be used again. The process has to stop.
         num_threads: disk threads. 4 with parts of 8 MiB keep one NVMe device or one cloud disk busy; with 8 it stays
             busy while some of them compute digests or wait for a core (5 % more on two loaded cores).
+        clock: monotonic seconds, for the times of jobs.
     """
 
     geometry: Geometry
@@ -78,6 +79,7 @@ class StagedTransport:
     on_result: Callable[[JobResult], None]
     on_fault: Callable[[str], None]
     num_threads: int = DEFAULT_NUM_THREADS
+    clock: Callable[[], float] = time.monotonic
     times: JobTimes = field(default_factory=JobTimes)
     _order: JobOrder = field(default_factory=JobOrder)
     _tasks: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
@@ -115,6 +117,10 @@ class StagedTransport:
         with self._changed:
             self._enqueue(self._order.step_finished(step))
 
+    def are_finished(self, jobs: Sequence[int]) -> bool:
+        """Whether these jobs have arrived and ended on this rank. Does not block."""
+        return all(map(self._order.is_finished, jobs))
+
     def wait_for_jobs(self, jobs: Sequence[int]) -> None:
         """Block until these jobs have arrived and ended on this rank.
 
@@ -122,7 +128,7 @@ class StagedTransport:
             Poisoned: the transport was closed meanwhile.
         """
         with self._changed:
-            while not all(map(self._order.is_finished, jobs)):
+            while not self.are_finished(jobs):
                 if self._closing:
                     raise Poisoned("the transport was closed while a step waited for its jobs")
                 self._changed.wait()
@@ -133,6 +139,14 @@ class StagedTransport:
         with self._changed:
             return self._order.num_jobs
 
+    def begin_close(self) -> None:
+        """Take no more jobs and drop those that wait for a step or a job (they fail). Does not block."""
+        with self._changed:
+            self._closing = True
+            for job in self._order.drop_waiting():
+                self._push(job.job_id, self._report_task(_failed(job, "closing: the transport was closed first"), job))
+            self._changed.notify_all()
+
     def close(self, deadline_seconds: float) -> bool:
         """Take no more jobs, drop those that wait for a step or a job (they fail), end the others and the threads.
 
@@ -140,11 +154,8 @@ class StagedTransport:
         page memory, shelves and directory as they are until the process ends, and end it with ``os._exit``.
         """
         deadline = time.monotonic() + deadline_seconds
+        self.begin_close()
         with self._changed:
-            self._closing = True
-            for job in self._order.drop_waiting():
-                self._push(job.job_id, self._report_task(_failed(job, "closing: the transport was closed first"), job))
-            self._changed.notify_all()
             while self._order.num_jobs:
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     return False
@@ -173,6 +184,20 @@ class StagedTransport:
     def _report_task(self, result: JobResult, job: Job) -> Callable[[], None]:
         return lambda: self._report(job, result)
 
+    @property
+    def num_tasks(self) -> int:
+        """Tasks that wait for a thread."""
+        return len(self._tasks)
+
+    def run_one(self) -> bool:
+        """Run the first task that waits, in the caller's thread; False when there is none. Blocks for the task."""
+        with self._changed:
+            if not self._tasks:
+                return False
+            task = heapq.heappop(self._tasks)[2]
+        task()
+        return True
+
     def _work(self) -> None:
         while True:
             with self._changed:
@@ -180,12 +205,12 @@ class StagedTransport:
                     if self._stopped:
                         return
                     self._changed.wait()
-                task = heapq.heappop(self._tasks)[2]
-            task()
+            # Another thread may have been faster; then the next turn waits again.
+            self.run_one()
 
     def _begin(self, running: _Running) -> None:
         job = running.job
-        running.started_at = time.monotonic()
+        running.started_at = self.clock()
         problem = job_problem(job, self.geometry, num_pages=self.num_pages, num_slots=self.num_slots)
         shelf = self.shelves.get(job.tier)
         if problem is not None or shelf is None:
@@ -249,7 +274,7 @@ class StagedTransport:
         return JobResult(job_id=job.job_id, status=JobStatus.UNCLEAN, reason=failure.reason)
 
     def _end(self, running: _Running, result: JobResult) -> None:
-        self.times.record(running.job.op, result, time.monotonic() - running.started_at)
+        self.times.record(running.job.op, result, self.clock() - running.started_at)
         with self._changed:
             self._enqueue(self._order.finished(running.job.job_id))
             self._changed.notify_all()

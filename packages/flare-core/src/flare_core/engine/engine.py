@@ -73,6 +73,7 @@ class Engine:
         self._lead = lead
         self._clock = clock
         self._in_flight: deque[tuple[int, PendingStep]] = deque()
+        self._is_due = False
         self._is_draining = False
         self._is_stopped = False
 
@@ -102,6 +103,17 @@ class Engine:
 
         Blocks while the runner computes.
         """
+        progressed = self.begin()
+        if self.due is None:
+            return progressed
+        self.finish()
+        return True
+
+    def begin(self) -> bool:
+        """First half of an iteration: commands, store events, at most one plan; blocks in gate and launch only.
+
+        False: nothing was done. Either way :attr:`due` says whether :meth:`finish` must follow.
+        """
         began = time.perf_counter()
         elsewhere = 0.0
         progressed = self._take_commands(self.inbox.drain())
@@ -114,19 +126,29 @@ class Engine:
             launched = time.perf_counter()
             self._gate.wait_for_jobs(plan.needs_jobs)
             self._in_flight.append((plan.step, self._runner.launch(plan)))
-            elsewhere += time.perf_counter() - launched
-        if self._in_flight and (plan is None or len(self._in_flight) > self._lead):
-            waited = time.perf_counter()
-            step, pending = self._in_flight.popleft()
-            result = pending.result()
-            elsewhere += time.perf_counter() - waited
-            self._gate.step_finished(step)
-            self.scheduler.finish_step(result, self._clock())
-            progressed = True
-        self._flush()
+            elsewhere = time.perf_counter() - launched
+        self._is_due = bool(self._in_flight) and (plan is None or len(self._in_flight) > self._lead)
+        if not self._is_due:
+            self._flush()
         if plan is not None:
             self.scheduler.statistics.own_seconds += time.perf_counter() - began - elsewhere
         return progressed or plan is not None
+
+    @property
+    def due(self) -> PendingStep | None:
+        """The step whose result the iteration that :meth:`begin` began still has to take."""
+        return self._in_flight[0][1] if self._is_due else None
+
+    def finish(self) -> None:
+        """Second half of an iteration, where a step is :attr:`due`: blocks until its result is there, and takes it."""
+        step, pending = self._in_flight.popleft()
+        self._is_due = False
+        result = pending.result()
+        began = time.perf_counter()
+        self._gate.step_finished(step)
+        self.scheduler.finish_step(result, self._clock())
+        self._flush()
+        self.scheduler.statistics.own_seconds += time.perf_counter() - began
 
     def _take_commands(self, commands: list[Command]) -> bool:
         for command in commands:
