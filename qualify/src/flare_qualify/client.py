@@ -21,11 +21,16 @@ TopLogprobs = tuple[tuple[str, float], ...]
 
 
 class ServerError(Exception):
-    """The server answered with an error status, or a stream ended without a finish reason."""
+    """The server answered with an error status, or a stream ended without a finish reason.
 
-    def __init__(self, status: int, message: str) -> None:
+    ``text`` and ``logprobs`` are what a stream had brought by then.
+    """
+
+    def __init__(self, status: int, message: str, *, text: str = "", logprobs: tuple[TopLogprobs, ...] = ()) -> None:
         super().__init__(f"HTTP {status}: {message}")
         self.status = status
+        self.text = text
+        self.logprobs = logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,10 +116,12 @@ def _stream(url: str, path: str, body: dict[str, Any], timeout: float) -> Answer
     first = 0.0
     finish = ""
     usage: dict[str, Any] = {}
+    failure = "the stream ended without a finish reason"
     try:
         for event in _events(response):
             if "error" in event:
-                raise ServerError(500, str(event["error"].get("message", event["error"])))
+                failure, finish = str(event["error"].get("message", event["error"])), ""
+                break
             usage = event.get("usage") or usage
             for choice in event.get("choices", ()):
                 piece = choice.get("text") or (choice.get("delta") or {}).get("content") or ""
@@ -123,10 +130,13 @@ def _stream(url: str, path: str, body: dict[str, Any], timeout: float) -> Answer
                 text.append(piece)
                 logprobs.extend(_top_logprobs(choice.get("logprobs")))
                 finish = choice.get("finish_reason") or finish
+    except (OSError, http.client.HTTPException) as error:
+        failure = f"the stream broke: {error!r}"
+        finish = ""
     finally:
         connection.close()
     if not finish:
-        raise ServerError(response.status, "the stream ended without a finish reason")
+        raise ServerError(response.status, failure, text="".join(text), logprobs=tuple(logprobs))
     return Answer(
         text="".join(text),
         ttft_seconds=(first or time.perf_counter()) - start,

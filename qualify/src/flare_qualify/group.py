@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flare_qualify.client import ServerError, get_json
+from flare_qualify.process_facts import children_of, is_alive
 
 __all__ = ["Group", "GroupError", "RecordFile", "free_port"]
 
@@ -51,7 +52,10 @@ class Group:
         root: run directory: ``rank0/`` … hold the records, ``rank0.log`` … the logs.
         options: flags for every rank. rank_options: flags for one rank, by rank.
         disk: give every rank a record directory.
-        environment: variables added to every rank's.
+        environment: variables added to every rank's. rank_environment: variables of one rank, by rank.
+        rank_prefix: words before the command of one rank, by rank (``strace …``, ``ip netns exec …``).
+        host: address at which rank zero serves and the ranks meet.
+        run: number of the last start; each start's logs are kept.
     """
 
     model: Path
@@ -61,34 +65,92 @@ class Group:
     rank_options: dict[int, Sequence[str]] = field(default_factory=dict)
     disk: bool = True
     environment: dict[str, str] = field(default_factory=dict)
+    rank_environment: dict[int, dict[str, str]] = field(default_factory=dict)
+    rank_prefix: dict[int, Sequence[str]] = field(default_factory=dict)
+    host: str = "127.0.0.1"
+    run: int = 0
     port: int = 0
+    rendezvous_port: int = 0
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
         """Base address of rank zero's API."""
-        return f"http://127.0.0.1:{self.port}"
+        return f"http://{self.host}:{self.port}"
 
     def record_directory(self, rank: int) -> Path:
         """Where this rank keeps its records."""
         return self.root / f"rank{rank}"
 
     def log(self, rank: int) -> str:
-        """What this rank has printed in its last run."""
+        """What this rank has printed in its last run; earlier runs' are in ``rankN.runM.log``."""
         path = self.root / f"rank{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
+    def worker_pid(self) -> int:
+        """The process of rank zero's worker, the child of its API process.
+
+        Raises:
+            GroupError: there is none.
+        """
+        children = children_of(self.api_pid())
+        if not children:
+            raise GroupError("rank zero has no worker process")
+        return children[0]
+
+    def api_pid(self) -> int:
+        """The process that serves HTTP; the last of those that a prefix of rank zero starts."""
+        return self._rank_pid(0)
+
+    def _rank_pid(self, rank: int) -> int:
+        pid = self.processes[rank].pid
+        if self.rank_prefix.get(rank):
+            # ``strace`` runs its command as a child; ``ip netns exec`` and ``env`` become it.
+            while b"flare_cli" not in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:6] and children_of(pid):
+                pid = children_of(pid)[0]
+        return pid
+
+    def members(self) -> dict[str, int]:
+        """Process ids by role: ``api``, ``worker``, ``rank1``, … Those that have ended already are left out."""
+        found: dict[str, int] = {}
+        for rank, process in self.processes.items():
+            if process.poll() is not None:
+                continue
+            pid = self._rank_pid(rank)
+            found["api" if rank == 0 else f"rank{rank}"] = pid
+            if rank == 0 and children_of(pid):
+                found["worker"] = children_of(pid)[0]
+        return {name: pid for name, pid in found.items() if is_alive(pid)}
+
+    def wait_log(self, rank: int, words: str, *, timeout: float = 10.0) -> bool:
+        """Block until this rank has printed ``words``; whether it did within ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while words not in self.log(rank):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.01)
+        return True
+
     def launch(self) -> None:
         """Start every rank's process without waiting for anything."""
+        self.prepare()
+        for rank in range(self.world_size):
+            self.launch_rank(rank)
+
+    def prepare(self) -> None:
+        """Choose ports for a new start, and make the cluster key before the first."""
         self.root.mkdir(parents=True, exist_ok=True)
         key = self.root / "cluster.key"
         if not key.exists():
             key.touch(mode=0o600)
             key.write_text(secrets.token_hex(32) + "\n")
-        self.port = free_port()
-        rendezvous = f"127.0.0.1:{free_port()}"
-        for rank in range(self.world_size):
-            self.processes[rank] = self._spawn(rank, self._command(rank, rendezvous, key))
+        self.run += 1
+        self.port, self.rendezvous_port = free_port(), free_port()
+
+    def launch_rank(self, rank: int) -> None:
+        """Start one rank's process after :meth:`prepare`; returns at once."""
+        rendezvous = f"{self.host}:{self.rendezvous_port}"
+        self.processes[rank] = self._spawn(rank, self._command(rank, rendezvous, self.root / "cluster.key"))
 
     def start(self, *, timeout: float = 120.0) -> None:
         """Start every rank and wait until the API answers.
@@ -105,19 +167,22 @@ class Group:
         if self.world_size > 1:
             command += ["--rendezvous", rendezvous, "--key-file", str(key)]
         if rank == 0:
-            command += ["--port", str(self.port)]
+            command += ["--host", self.host, "--port", str(self.port)]
         if self.disk:
             command += ["--prefix-cache-disk", str(self.record_directory(rank))]
-        return [*command, *self.options, *self.rank_options.get(rank, ())]
+        return [*self.rank_prefix.get(rank, ()), *command, *self.options, *self.rank_options.get(rank, ())]
 
     def _spawn(self, rank: int, command: list[str]) -> subprocess.Popen[bytes]:
-        with (self.root / f"rank{rank}.log").open("wb") as log:
+        path = self.root / f"rank{rank}.log"
+        if path.exists():
+            path.rename(self.root / f"rank{rank}.run{self.run - 1}.log")
+        with path.open("wb") as log:
             return subprocess.Popen(
                 command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=os.environ | self.environment,
+                env=os.environ | self.environment | self.rank_environment.get(rank, {}),
                 start_new_session=True,
             )
 
@@ -169,7 +234,7 @@ class Group:
         Raises:
             GroupError: a rank was still alive after ``timeout`` seconds (all are then killed).
         """
-        self.processes[0].send_signal(signal.SIGTERM)
+        os.kill(self.api_pid(), signal.SIGTERM)
         return self.wait(timeout=timeout)
 
     def wait(self, *, timeout: float = 30.0) -> dict[int, int]:

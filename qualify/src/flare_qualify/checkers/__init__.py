@@ -1,0 +1,1 @@
+"""What is held against a group afterwards: answers, records on every rank, pages, processes."""

@@ -1,0 +1,1 @@
+"""The scenarios: each module declares some, and is found by its place here."""
