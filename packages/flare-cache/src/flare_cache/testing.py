@@ -23,7 +23,7 @@ from flare_cache.outcomes import ShardedLimits
 from flare_cache.peer_service import ServiceEnd
 from flare_cache.record_group import LeaderGroup, PeerGroup, RankSetup, start_leader, start_peer
 from flare_cache.settings import CacheSettings
-from flare_cache.staged import StagedTransport
+from flare_cache.staged import DEFAULT_NUM_THREADS, StagedTransport
 from flare_cache.transfer import Shelf
 from flare_core.geometry import Axis, Geometry, Plane, SetIdentity
 from flare_core.keys import TokenIds, chain_keys, root_key, token_array
@@ -67,6 +67,7 @@ class GroupPlan:
         settings: further arguments of :class:`CacheSettings`, for all ranks or (by rank) for one.
         limits: of the sharded transport.
         change_shelf: wraps a rank's disk shelf, to make it fail.
+        num_threads: disk threads of each rank.
     """
 
     geometries: tuple[Geometry, ...]
@@ -79,6 +80,7 @@ class GroupPlan:
     rank_settings: Mapping[int, Mapping[str, object]] = field(default_factory=dict)
     limits: ShardedLimits = field(default_factory=ShardedLimits)
     change_shelf: Callable[[int, Shelf], Shelf] = lambda _, shelf: shelf
+    num_threads: int = DEFAULT_NUM_THREADS
 
     def cache_settings(self, rank: int) -> CacheSettings:
         """One rank's settings."""
@@ -335,6 +337,7 @@ def make_rank(plan: GroupPlan, rank: int) -> LocalRank:
             shelves=shelves,
             on_result=on_result,
             on_fault=on_fault,
+            num_threads=plan.num_threads,
         )
 
     setup = RankSetup(settings=settings, rank=rank, directory=directory, make_transport=make_transport)
