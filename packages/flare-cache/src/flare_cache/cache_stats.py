@@ -14,9 +14,12 @@ from flare_core.prefix import Tier
 __all__ = ["CacheCounters", "CacheStatistics", "TierStatistics"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TierStatistics:
-    """One tier now: records, bytes charged on the rank where they are most, the agreed limit, and jobs on their way."""
+    """One tier now: records, bytes charged on the rank where they are most, the agreed limit, and jobs on their way.
+
+    ``stores_stopped``, ``reads_stopped``: why the tier takes or gives nothing, as ``tier_health`` judges; or None.
+    """
 
     tier: Tier
     num_records: int
@@ -24,6 +27,8 @@ class TierStatistics:
     limit_bytes: int
     num_stores_pending: int
     num_fetches_pending: int
+    stores_stopped: str | None
+    reads_stopped: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +39,8 @@ class CacheStatistics:
         tiers: by tier.
         hit_tokens: tokens restored, counted after every rank verified them.
         records_stored, records_evicted, records_failed: whole records, by tier.
-        stores_dropped: records that were not stored, by reason ("late", "full", "too-large", "parent").
+        stores_dropped: records that were not stored, by reason: "failed" on some rank; "parent", as what it extends was
+            not stored; "late", "too-large" for a job; "full", the limit; "disk-full", a disk; "stopped", a failing one.
         job_times: by rank and operation, from sending to answer.
         num_jobs_waiting, num_jobs_outstanding: at rank zero, and on ranks.
     """
@@ -69,7 +75,9 @@ class CacheCounters:
         num_bytes = outcome.num_bytes if isinstance(outcome, Done) else 0
         results = dict.fromkeys(outcome.seconds, JobResult(job_id=job.job_id, status=JobStatus.OK, num_bytes=num_bytes))
         if isinstance(outcome, Failed):
-            for failure in (*outcome.failures, *outcome.cleanup):
+            for failure in outcome.failures:
                 results[failure.rank] = JobResult(job_id=job.job_id, status=failure.status, reason=failure.reason)
+            for failure in outcome.cleanup:
+                self.job_times.setdefault(failure.rank, JobTimes()).count_failure(JobOp.UNLINK, failure.reason)
         for rank, result in results.items():
             self.job_times.setdefault(rank, JobTimes()).record(job.op, result, outcome.seconds[rank])

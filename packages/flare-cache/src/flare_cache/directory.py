@@ -88,6 +88,7 @@ class RecordDirectory:
     _sizes: dict[str, int] = field(default_factory=dict)
     _charged: int = 0
     _mutex: threading.Lock = field(default_factory=threading.Lock)
+    _syncing: threading.Lock = field(default_factory=threading.Lock)
 
     @classmethod
     def open(cls, path: Path, *, lock_timeout_seconds: float = LOCK_TIMEOUT_SECONDS) -> Self:
@@ -233,8 +234,16 @@ class RecordDirectory:
         return max(0, before - size)
 
     def sync(self) -> None:
-        """Make renames and unlinks durable. Raises OSError; never call it again after that."""
-        self.files.fsync_directory()
+        """Make renames and unlinks durable; one at a time, and never again once it has failed. Raises OSError."""
+        with self._syncing:
+            # The kernel tells each failure once for each descriptor, and this one is shared.
+            if self.stores_stopped is not None:
+                raise OSError(errno.EIO, self.stores_stopped)
+            try:
+                self.files.fsync_directory()
+            except OSError as error:
+                self.stores_stopped = f"fsync failed: {error.strerror}"
+                raise
 
     def charge(self, name: str, num_bytes: int) -> int:
         """Count ``name`` with ``num_bytes`` from now on (0: no longer); what it counted before."""

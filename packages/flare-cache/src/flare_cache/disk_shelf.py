@@ -26,6 +26,7 @@ from flare_cache.record import (
     file_layout,
 )
 from flare_cache.record_file import DiskTransport, probe_direct, read_header, read_sections, write_sections
+from flare_cache.tier_health import STORES_STOPPED
 from flare_cache.transfer import Part, check_same_record, flat_views, job_items, split_parts, verify_items
 from flare_core.geometry import Geometry
 from flare_core.ports import PageMemory
@@ -88,7 +89,7 @@ class DiskShelf:
         """Begin a store: create its temporary file."""
         failpoint("store.begin")
         if self.directory.stores_stopped is not None:
-            raise OSError(f"stores stopped, {self.directory.stores_stopped}")
+            raise OSError(f"{STORES_STOPPED}: {self.directory.stores_stopped}")
         layout = self.layout(job)
         name = temporary_name(job.record.key, job.record.store_id)
         parts = self._parts(job, layout, memory)
@@ -196,13 +197,11 @@ class DiskStore:
         failpoint("store.written")
         self._inode = shelf.directory.files.fstat(self.fd).st_ino
         if shelf.durability is Durability.POWER:
-            failpoint("store.fsync")
-            self._sync(lambda: shelf.directory.files.fsync(self.fd))
+            self._sync(self._sync_file)
         self._close()
         shelf.directory.publish(self.temporary, record_file_name(record.key))
         if shelf.durability is Durability.POWER:
-            failpoint("store.fsync-directory")
-            self._sync(shelf.directory.sync)
+            self._sync(self._sync_directory)
         return self.layout.row_end
 
     def _sync(self, sync: Callable[[], None]) -> None:
@@ -210,8 +209,17 @@ class DiskStore:
             sync()
         except OSError as error:
             # The kernel has dropped what it could not write: a second fsync would succeed and lie.
-            self.shelf.directory.stores_stopped = f"fsync failed: {error.strerror}"
+            if self.shelf.directory.stores_stopped is None:
+                self.shelf.directory.stores_stopped = f"fsync failed: {error.strerror}"
             raise
+
+    def _sync_file(self) -> None:
+        failpoint("store.fsync")
+        self.shelf.directory.files.fsync(self.fd)
+
+    def _sync_directory(self) -> None:
+        failpoint("store.fsync-directory")
+        self.shelf.directory.sync()
 
     def _close(self) -> None:
         if not self._closed:

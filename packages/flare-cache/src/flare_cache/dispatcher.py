@@ -18,6 +18,7 @@ from typing import Protocol
 import msgspec
 
 from flare_cache.jobs import Job, JobOp, JobResult
+from flare_cache.loss import loss_of
 from flare_cache.outcomes import Effect, Outcome, Poison, Report, RunHere, Send
 from flare_cache.record_link import (
     RECORD_ACK,
@@ -31,8 +32,8 @@ from flare_cache.record_link import (
 )
 from flare_cache.sharded import ShardedLeader
 from flare_cache.turnstile import Turnstile
-from flare_core.errors import Poisoned
-from flare_transport.errors import TransportError
+from flare_core.errors import Poisoned, PoisonReason
+from flare_transport.errors import QueueFull, TransportError
 from flare_transport.failpoint import failpoint
 from flare_transport.frame_types import HEARTBEAT
 from flare_transport.framing import Buffer, FrameType
@@ -116,7 +117,7 @@ class Dispatcher:
         self._poisoned: str | None = None
         self._closing = threading.Event()
         self._is_serving = False
-        self._lost_early: list[tuple[int, str]] = []
+        self._lost_early: list[tuple[int, str, PoisonReason]] = []
         self._thread = threading.Thread(target=self._run_clock, name="flare record dispatcher", daemon=True)
         self._transport: LocalTransport | None = None
         self._links: Mapping[int, RecordLink] = {}
@@ -253,21 +254,24 @@ class Dispatcher:
 
     def _link_ended(self, rank: int, end: LinkEnd) -> None:
         if not self._closing.is_set():
-            self._lost(rank, end.detail)
+            self._lost(rank, end.detail, loss_of(end))
 
-    def _lost(self, rank: int, reason: str) -> None:
-        self._turnstile.post(lambda now: self._lose(rank, reason, now))
+    def _lost(self, rank: int, reason: str, why: PoisonReason = PoisonReason.PROTOCOL) -> None:
+        self._turnstile.post(lambda now: self._lose(rank, reason, now, why=why))
 
-    def _lose(self, rank: int, reason: str, now: float) -> list[Effect]:
+    def _lose(self, rank: int, reason: str, now: float, *, why: PoisonReason) -> list[Effect]:
         if self._is_serving:
-            return self._leader.link_lost(rank, reason, now)
+            return self._leader.link_lost(rank, reason, now, why=why)
         # While ranks join, the join itself sees the end and fails start-up with a better message.
-        self._lost_early.append((rank, reason))
+        self._lost_early.append((rank, reason, why))
         return []
 
     def _serve(self, now: float) -> list[Effect]:
         self._is_serving = True
-        return [effect for rank, reason in self._lost_early for effect in self._leader.link_lost(rank, reason, now)]
+        effects: list[Effect] = []
+        for rank, reason, why in self._lost_early:
+            effects += self._leader.link_lost(rank, reason, now, why=why)
+        return effects
 
     def _handle(self, step: _Step) -> None:
         try:
@@ -279,7 +283,7 @@ class Dispatcher:
                 self._perform(effect)
         except Exception as error:  # noqa: BLE001 - the boundary of every thread that brings events
             _log.exception("the record dispatcher failed")
-            self._become_poisoned(f"internal: {type(error).__name__}: {error}")
+            self._become_poisoned(f"{PoisonReason.INTERNAL}: {type(error).__name__}: {error}")
 
     def _perform(self, effect: Effect) -> None:
         match effect:
@@ -287,7 +291,8 @@ class Dispatcher:
                 try:
                     self._links[rank].send(RECORD_JOB, payload)
                 except TransportError as error:
-                    self._lost(rank, str(error))
+                    why = PoisonReason.QUEUE_FULL if isinstance(error, QueueFull) else PoisonReason.LINK_LOST
+                    self._lost(rank, str(error), why)
             case RunHere(job):
                 self._run_here(job)
             case Report(outcome):
@@ -307,7 +312,7 @@ class Dispatcher:
                 reason = str(error)
             else:
                 return
-        self._turnstile.post(lambda now: self._leader.fault(reason, now))
+        self._turnstile.post(lambda now: self._leader.fault(reason, now, why=PoisonReason.INTERNAL))
 
     def _become_poisoned(self, reason: str) -> None:
         if self._poisoned is not None:

@@ -64,6 +64,13 @@ class JobTimes:
                 code = reason_code(result.reason)
                 counts.failures[code] = counts.failures.get(code, 0) + 1
 
+    def count_failure(self, op: JobOp, reason: str) -> None:
+        """Count a failure that was no job of its own: an undoing."""
+        with self._mutex:
+            failures = self._ops[op].failures
+            code = reason_code(reason)
+            failures[code] = failures.get(code, 0) + 1
+
     def snapshot(self) -> dict[JobOp, OpTimes]:
         """The counts now."""
         with self._mutex:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from flare_cache.jobs import Job, JobStatus
@@ -22,6 +22,7 @@ __all__ = [
     "ShardedLimits",
     "Withdrawal",
     "Withdrawn",
+    "describe_failures",
 ]
 
 
@@ -60,6 +61,13 @@ class RankFailure:
     rank: int
     status: JobStatus
     reason: str
+
+
+def describe_failures(failures: Sequence[RankFailure], cleanup: Sequence[RankFailure] = ()) -> str:
+    """What went wrong on which rank, and which ranks keep a part that they could not remove."""
+    text = "; ".join(f"rank {failure.rank}: {failure.reason}" for failure in failures)
+    kept = "; ".join(f"rank {failure.rank}: {failure.reason}" for failure in cleanup)
+    return f"{text} (and what was written could not be removed: {kept})" if kept else text
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +128,7 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Poison:
-    """Stop: shut every link so that the peers drain, and end the process."""
+    """Stop: shut every link so that the peers drain, and end the process. ``reason`` begins with a ``PoisonReason``."""
 
     reason: str
 

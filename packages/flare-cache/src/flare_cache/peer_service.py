@@ -18,6 +18,7 @@ import msgspec
 
 from flare_cache.dispatcher import LocalTransport, RecordLink
 from flare_cache.jobs import JobResult
+from flare_cache.loss import loss_of
 from flare_cache.record_link import (
     RECORD_ACK,
     RECORD_JOB,
@@ -31,7 +32,7 @@ from flare_cache.record_link import (
     encode_progress,
     encode_started,
 )
-from flare_core.errors import Poisoned
+from flare_core.errors import Poisoned, PoisonReason
 from flare_transport.errors import TransportError
 from flare_transport.frame_types import HEARTBEAT
 from flare_transport.router import LinkEnd, Router
@@ -52,11 +53,13 @@ class ServiceEnd:
         reason: a sentence for people.
         is_loss: the link broke, or rank zero gave it up; False after an orderly shutdown.
         is_drained: no transfer touches memory or files any more. If not, end by ``os._exit`` without freeing anything.
+        loss: what a loss counts as.
     """
 
     reason: str
     is_loss: bool
     is_drained: bool
+    loss: PoisonReason
 
 
 def _run_in_thread(task: Callable[[], None]) -> None:
@@ -209,6 +212,6 @@ class PeerService:
         if not is_drained:
             _log.error("transfers did not end within %.1f s of the record link", self._drain_seconds)
         try:
-            self._on_end(ServiceEnd(end.detail, end.is_loss, is_drained))
+            self._on_end(ServiceEnd(end.detail, end.is_loss, is_drained, loss_of(end)))
         finally:
             self._ended.set()

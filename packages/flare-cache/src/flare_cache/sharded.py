@@ -34,6 +34,7 @@ from flare_cache.outcomes import (
     Withdrawn,
 )
 from flare_cache.record_link import Ack, Started, encode_job
+from flare_core.errors import PoisonReason
 
 __all__ = ["ShardedLeader"]
 
@@ -140,7 +141,7 @@ class ShardedLeader:
         clock = self._clock(rank, "STARTED", frame.run_id, frame.rank, frame.job_id)
         if clock is not None:
             if clock.is_started:
-                self._poison(f"rank {rank} started job {frame.job_id} twice")
+                self._poison(PoisonReason.PROTOCOL, f"rank {rank} started job {frame.job_id} twice")
             else:
                 clock.is_started = True
                 self._begin(rank, self._flights[frame.job_id], now)
@@ -153,7 +154,8 @@ class ShardedLeader:
             if clock.is_started:
                 self._account(rank, frame.result, now)
             else:
-                self._poison(f"rank {rank} finished job {frame.result.job_id} before it started it")
+                text = f"rank {rank} finished job {frame.result.job_id} before it started it"
+                self._poison(PoisonReason.PROTOCOL, text)
         return self._settle(now)
 
     def finished_here(self, result: JobResult, now: float) -> list[Effect]:
@@ -169,14 +171,16 @@ class ShardedLeader:
             self._begin(rank, flight, now)
         return self._settle(now)
 
-    def link_lost(self, rank: int, reason: str, now: float) -> list[Effect]:
+    def link_lost(
+        self, rank: int, reason: str, now: float, *, why: PoisonReason = PoisonReason.LINK_LOST
+    ) -> list[Effect]:
         """The link of ``rank`` ended, or cannot take a frame: what that rank did can no longer be known."""
-        self._poison(f"link to rank {rank}: {reason}")
+        self._poison(why, f"link to rank {rank}: {reason}")
         return self._settle(now)
 
-    def fault(self, reason: str, now: float) -> list[Effect]:
+    def fault(self, reason: str, now: float, *, why: PoisonReason = PoisonReason.DEVICE_FAULT) -> list[Effect]:
         """Rank zero itself can no longer say what it did."""
-        self._poison(f"rank 0: {reason}")
+        self._poison(why, f"rank 0: {reason}")
         return self._settle(now)
 
     def tick(self, now: float) -> list[Effect]:
@@ -186,9 +190,8 @@ class ShardedLeader:
                 clock = flight.clocks[rank]
                 what = "answer" if clock.is_started else "start"
                 waited = now - clock.sent_at
-                self._poison(
-                    f"rank {rank} did not {what} {flight.job.op} job {flight.job.job_id} within {waited:.1f} s"
-                )
+                text = f"rank {rank} did not {what} {flight.job.op} job {flight.job.job_id} within {waited:.1f} s"
+                self._poison(PoisonReason.DEADLINE, text)
                 break
         return self._settle(now)
 
@@ -272,17 +275,18 @@ class ShardedLeader:
         """The clock that an answer belongs to; poisons when the answer cannot be."""
         flight = self._flights.get(job_id)
         if run_id != self._run_id:
-            self._poison(f"rank {rank} sent {what} of another run ({run_id.hex()})")
+            problem = f"of another run ({run_id.hex()})"
         elif claimed_rank != rank:
-            self._poison(f"rank {rank} sent {what} in the name of rank {claimed_rank}")
+            problem = f"in the name of rank {claimed_rank}"
         elif flight is None:
-            self._poison(f"rank {rank} sent {what} of job {job_id}, which no rank works on")
+            problem = f"of job {job_id}, which no rank works on"
         elif rank not in flight.clocks:
-            self._poison(f"rank {rank} sent {what} of job {job_id}, which it was not given")
+            problem = f"of job {job_id}, which it was not given"
         elif rank in flight.results:
-            self._poison(f"rank {rank} sent {what} of job {job_id} after it had answered")
+            problem = f"of job {job_id} after it had answered"
         else:
             return flight.clocks[rank]
+        self._poison(PoisonReason.PROTOCOL, f"rank {rank} sent {what} {problem}")
         return None
 
     def _account(self, rank: int, result: JobResult, now: float) -> None:
@@ -325,7 +329,8 @@ class ShardedLeader:
         cleanup = undoing.failures()
         if len(cleanup) == len(store.clocks):
             names = ", ".join(f"rank {failure.rank}: {failure.reason}" for failure in cleanup)
-            self._poison(f"a failed store of {store.job.record.key.hex()} could not be undone anywhere ({names})")
+            text = f"a failed store of {store.job.record.key.hex()} could not be undone anywhere ({names})"
+            self._poison(PoisonReason.UNDO_FAILED, text)
             return
         self._report(Failed(store.tag, store.job, store.failures(), cleanup, store.seconds))
 
@@ -333,10 +338,10 @@ class ShardedLeader:
         if self._poisoned is None:
             self._effects.append(Report(outcome))
 
-    def _poison(self, reason: str) -> None:
+    def _poison(self, why: PoisonReason, text: str) -> None:
         if self._poisoned is None:
-            self._poisoned = reason
-            self._effects.append(Poison(reason))
+            self._poisoned = f"{why}: {text}"
+            self._effects.append(Poison(self._poisoned))
 
 
 _ORDER = (JobOp.FETCH, JobOp.UNLINK, JobOp.TRUNCATE, JobOp.STORE)

@@ -310,6 +310,8 @@ def _failure(job: Job, error: Exception) -> JobResult:
             return JobResult(job_id=job.job_id, status=JobStatus.BAD_RECORD, reason=str(error))
         case RecordError():
             return _failed(job, str(error))
+        case OSError() if error.errno is None:
+            return _failed(job, str(error))
         case OSError():
             return _failed(job, f"{errno_name(error)}: {error.strerror or error}")
     _log.error("job %d failed in a way that was not foreseen", job.job_id, exc_info=error)

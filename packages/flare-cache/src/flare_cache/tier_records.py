@@ -7,20 +7,24 @@ elsewhere, and how is not known here.
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from flare_cache.cache_stats import CacheCounters, TierStatistics
 from flare_cache.eviction import Budget, DropRow, Evict, choose_relief
 from flare_cache.index import Record, RecordIndex
 from flare_cache.jobs import Job, JobOp, RecordIdentity
-from flare_cache.outcomes import Done, Failed, Outcome, Withdrawn
-from flare_cache.record_plan import FileSizes, PlannedRecord, RecordBounds, new_record, plan_replacement, plan_store
+from flare_cache.outcomes import Done, Failed, Outcome, Withdrawn, describe_failures
+from flare_cache.record_plan import FileSizes, RecordBounds, new_record, plan_replacement, plan_store
+from flare_cache.tier_health import TierHealth
+from flare_cache.tier_work import Removal, Store, StoreEnd, Wish
 from flare_core.prefix import StoreRequest, Tier
 
-__all__ = ["JobQueue", "StoreEnd", "TierRecords"]
+__all__ = ["JobQueue", "TierRecords"]
+
+_log = logging.getLogger(__name__)
 
 
 class JobQueue(Protocol):
@@ -37,41 +41,6 @@ class JobQueue(Protocol):
     def take(self) -> Sequence[Outcome]:
         """Outcomes since the last call. Raises Poisoned."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class StoreEnd:
-    """One record of a store request is settled: stored, or why not."""
-
-    ticket: int
-    failure: str | None
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Wish:
-    """A planned record, and who asked for it."""
-
-    planned: PlannedRecord
-    ticket: int
-    after_step: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Store:
-    """A planned record on its way."""
-
-    record: Record
-    wish: _Wish
-
-
-@dataclass(frozen=True, slots=True)
-class _Removal:
-    """An unlink, or a truncation that gives back ``num_bytes``; ``successor`` is stored under the name then."""
-
-    record: Record
-    op: JobOp
-    num_bytes: int
-    successor: _Wish | None = None
 
 
 class TierRecords:
@@ -105,6 +74,7 @@ class TierRecords:
     ) -> None:
         self.tier = tier
         self.index = index
+        self.health = TierHealth(tier)
         self._budget = budget
         self._sizes = sizes
         self._bounds = bounds
@@ -113,10 +83,10 @@ class TierRecords:
         self._draw_store_id = draw_store_id
         self._counters = counters
         self._store_seconds = store_seconds
-        self._ready: deque[tuple[_Store, float]] = deque()
-        self._by_parent: dict[bytes, list[_Store]] = {}
-        self._storing: dict[int, _Store] = {}
-        self._removing: dict[int, _Removal] = {}
+        self._ready: deque[tuple[Store, float]] = deque()
+        self._by_parent: dict[bytes, list[Store]] = {}
+        self._storing: dict[int, Store] = {}
+        self._removing: dict[int, Removal] = {}
         self._unlinking: set[bytes] = set()
         self._removed_bytes_due = 0
         self._doomed: set[bytes] = set()
@@ -132,7 +102,14 @@ class TierRecords:
         """The tier now."""
         num_stores = len(self._ready) + len(self._storing) + sum(map(len, self._by_parent.values()))
         return TierStatistics(
-            self.tier, len(self.index), self._budget.charged_bytes, self._budget.limit_bytes, num_stores, num_fetches
+            tier=self.tier,
+            num_records=len(self.index),
+            charged_bytes=self._budget.charged_bytes,
+            limit_bytes=self._budget.limit_bytes,
+            num_stores_pending=num_stores,
+            num_fetches_pending=num_fetches,
+            stores_stopped=self.health.stores_stopped,
+            reads_stopped=self.health.reads_stopped,
         )
 
     def take_ends(self) -> list[StoreEnd]:
@@ -143,23 +120,29 @@ class TierRecords:
     def plan(self, request: StoreRequest, ticket: int, now: float) -> int:
         """Plan what this tier lacks of ``request``; how many records are on their way for ``ticket``."""
         planned = plan_store(request, self.index, self._bounds, draw_store_id=self._draw_store_id)
+        refusal = self.health.refusal(now)
+        if refusal is not None:
+            if planned:
+                self._counters.stores_dropped[refusal] += len(planned)
+            return 0
         for one in planned:
-            self._begin(_Wish(one, ticket, request.after_step), now)
+            self._begin(Wish(one, ticket, request.after_step), now)
         if planned:
             return len(planned)
         whole = plan_replacement(request, self.index, self._bounds, draw_store_id=self._draw_store_id)
         if whole is None:
             return 0
-        self._unlink(whole.replaced, successor=_Wish(whole.planned, ticket, request.after_step))
+        self._unlink(whole.replaced, successor=Wish(whole.planned, ticket, request.after_step))
         return 1
 
     def advance(self, now: float) -> None:
         """Submit what is ready and fits; make room for what does not."""
         while self._ready:
             store, expires_at = self._ready[0]
-            if now >= expires_at:
+            refusal = "late" if now >= expires_at else self.health.refusal(now)
+            if refusal is not None:
                 self._ready.popleft()
-                self._give_up(store, "late")
+                self._give_up(store, refusal)
                 continue
             shortage = self._budget.shortage(store.record.num_bytes)
             if shortage > self._removed_bytes_due:
@@ -215,12 +198,12 @@ class TierRecords:
             if isinstance(relief, Evict):
                 self._unlink(relief.record)
 
-    def _begin(self, wish: _Wish, now: float) -> None:
+    def _begin(self, wish: Wish, now: float) -> None:
         identity = wish.planned.identity
         parent = self.index.get(identity.parent_key) if identity.parent_key else None
         record = new_record(wish.planned, parent, self._full_bytes(identity))
         self.index.add(record)
-        store = _Store(record, wish)
+        store = Store(record, wish)
         if parent is None or parent.is_stored:
             self._ready.append((store, now + self._store_seconds))
         else:
@@ -232,11 +215,12 @@ class TierRecords:
     def _left_bytes(self, record: Record, *, has_tail: bool, has_row: bool) -> int:
         return self._sizes.largest(record.identity, has_tail=has_tail, has_row=has_row)
 
-    def _submit(self, store: _Store, expires_at: float) -> None:
+    def _submit(self, store: Store, expires_at: float) -> None:
         record, planned = store.record, store.wish.planned
         self._budget.charge(record.num_bytes)
         tag = next(self._tags)
         self._storing[tag] = store
+        self.health.began(tag)
         job = Job(
             job_id=0,
             op=JobOp.STORE,
@@ -249,8 +233,9 @@ class TierRecords:
         )
         self._jobs.submit(job, tag=tag, num_bytes=record.num_bytes, expires_at=expires_at)
 
-    def _stored(self, store: _Store, outcome: Outcome, now: float) -> None:
+    def _stored(self, store: Store, outcome: Outcome, now: float) -> None:
         record = store.record
+        self.health.ended(outcome, now)
         match outcome:
             case Done():
                 self._counters.records_stored[self.tier] += 1
@@ -266,8 +251,8 @@ class TierRecords:
                 for other in self.index.covered_tails(record):
                     self._drop_tail(other)
             case Failed(failures=failures, cleanup=cleanup):
-                first = failures[0]
-                detail = f"rank {first.rank}: {first.reason}"
+                detail = describe_failures(failures, cleanup)
+                _log.warning("store of %s failed: %s", record.key.hex()[:16], detail)
                 self._give_up(store, "failed", detail=detail, is_buried=bool(cleanup))
                 if not cleanup:
                     self._budget.credit(record.num_bytes)
@@ -275,7 +260,7 @@ class TierRecords:
                 self._budget.credit(record.num_bytes)
                 self._give_up(store, str(reason))
 
-    def _give_up(self, store: _Store, reason: str, *, detail: str = "", is_buried: bool = False) -> None:
+    def _give_up(self, store: Store, reason: str, *, detail: str = "", is_buried: bool = False) -> None:
         """The record is not stored, nor is what waits for it."""
         record, parent = store.record, store.record.parent
         self._drop(store.wish.ticket, reason, detail)
@@ -338,22 +323,22 @@ class TierRecords:
         self.index.truncated(record, keep_tail=keep_tail)
         # Pinned meanwhile, so that an unlink cannot overtake it.
         self.pin(record)
-        self._remove(_Removal(record, JobOp.TRUNCATE, num_bytes), keep_tail=keep_tail)
+        self._remove(Removal(record, JobOp.TRUNCATE, num_bytes), keep_tail=keep_tail)
 
-    def _unlink(self, record: Record, *, successor: _Wish | None = None) -> None:
+    def _unlink(self, record: Record, *, successor: Wish | None = None) -> None:
         if record.is_usable:
             self.index.hide(record)
         self._unlinking.add(record.key)
-        self._remove(_Removal(record, JobOp.UNLINK, record.num_bytes, successor))
+        self._remove(Removal(record, JobOp.UNLINK, record.num_bytes, successor))
 
-    def _remove(self, removal: _Removal, *, keep_tail: bool = False) -> None:
+    def _remove(self, removal: Removal, *, keep_tail: bool = False) -> None:
         tag = next(self._tags)
         self._removing[tag] = removal
         self._removed_bytes_due += removal.num_bytes
         job = Job(job_id=0, op=removal.op, tier=self.tier, record=removal.record.identity, keep_tail=keep_tail)
         self._jobs.submit(job, tag=tag, num_bytes=0)
 
-    def _removed(self, removal: _Removal, outcome: Outcome, now: float) -> None:
+    def _removed(self, removal: Removal, outcome: Outcome, now: float) -> None:
         record, successor = removal.record, removal.successor
         self._removed_bytes_due -= removal.num_bytes
         is_done = isinstance(outcome, Done)

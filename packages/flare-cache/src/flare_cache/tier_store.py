@@ -8,6 +8,7 @@ every tier; what was restored from disk reaches memory with the request's next s
 from __future__ import annotations
 
 import itertools
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,7 +17,7 @@ from flare_cache.eviction import Budget
 from flare_cache.index import Record, RecordIndex
 from flare_cache.jobs import Job, JobOp, Section
 from flare_cache.lookup import TierIndex, deepest_record, find_restorable
-from flare_cache.outcomes import Done, Failed, Outcome, Withdrawn
+from flare_cache.outcomes import Done, Failed, Outcome, Withdrawn, describe_failures
 from flare_cache.record_plan import FileSizes, RecordBounds
 from flare_cache.tier_records import JobQueue, TierRecords
 from flare_core.prefix import (
@@ -33,6 +34,7 @@ from flare_core.prefix import (
 __all__ = ["TierContent", "TierStore"]
 
 _CHEAPEST_FIRST = (Tier.MEMORY, Tier.DISK)
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +145,14 @@ class TierStore:
 
     def lookup(self, query: PrefixQuery) -> Restorable:
         """See the port. What matches counts as used, the device's share too."""
-        for tier in self._indexes:
+        readable = [tier for tier in self._indexes if self._records[tier.tier].health.reads_stopped is None]
+        for tier in readable:
             record = deepest_record(query, tier.index)
             if record is not None:
                 tier.index.use(record)
         return find_restorable(
             query,
-            self._indexes,
+            readable,
             page_tokens=self._bounds.page_tokens,
             has_rows=self._has_rows,
             min_tokens=self._min_restore_tokens,
@@ -208,11 +211,12 @@ class TierStore:
             for tag in fetch.tags.values():
                 self._jobs.cancel(tag)
 
-    def reset(self, tier: Tier) -> None:
+    def reset(self, tier: Tier) -> bool:
         """See the port."""
         records = self._records.get(tier)
         if records is not None:
             records.forget_all()
+        return records is not None
 
     def statistics(self, *, num_jobs_waiting: int = 0, num_jobs_outstanding: int = 0) -> CacheStatistics:
         """A copy of the counters and of where each tier stands. From the engine's thread."""
@@ -283,7 +287,10 @@ class TierStore:
             case Done(job=job):
                 fetch.verdicts[position] = True
                 fetch.jobs.append(job.job_id)
-            case Failed():
+            case Failed(failures=failures):
+                detail = describe_failures(failures)
+                _log.warning("restore of %s failed, it is given up: %s", transfer.record.key.hex()[:16], detail)
+                transfer.records.health.fetch_failed(transfer.record.key, failures, now)
                 transfer.records.condemn(transfer.record)
                 self._fail_from(fetch, position)
             case Withdrawn():

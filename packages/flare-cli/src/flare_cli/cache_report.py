@@ -77,6 +77,8 @@ def cache_snapshot(leader: LeaderGroup) -> CacheSnapshot:
                 records_stored=statistics.records_stored.get(tier, 0),
                 records_evicted=statistics.records_evicted.get(tier, 0),
                 records_failed=statistics.records_failed.get(tier, 0),
+                stores_stopped=found.stores_stopped,
+                reads_stopped=found.reads_stopped,
             )
             for tier, found in statistics.tiers.items()
         ),

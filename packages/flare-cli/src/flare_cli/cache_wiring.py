@@ -126,7 +126,7 @@ def open_peer_cache(config: RunConfig, group: ControlGroup, model: RankModel, *,
 
     def ended(end: ServiceEnd) -> None:
         if end.is_loss or not end.is_drained:
-            on_loss(f"the record link to rank 0 is lost: {end.reason}")
+            on_loss(f"{end.loss}: the record link to rank 0 is lost: {end.reason}")
 
     try:
         group.agree(Offer({}))

@@ -13,7 +13,10 @@ __all__ = ["CacheSnapshot", "ClusterSnapshot", "JobSnapshot", "RankSnapshot", "T
 
 
 class TierSnapshot(msgspec.Struct, frozen=True, kw_only=True):
-    """One tier of records. Bytes are those of the rank where they are most; the limit is the agreed one."""
+    """One tier of records. Bytes are those of the rank where they are most; the limit is the agreed one.
+
+    ``stores_stopped``, ``reads_stopped``: why the tier takes or gives nothing now, a full or failing disk; else None.
+    """
 
     tier: str
     num_records: int
@@ -24,6 +27,8 @@ class TierSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     records_stored: int = 0
     records_evicted: int = 0
     records_failed: int = 0
+    stores_stopped: str | None = None
+    reads_stopped: str | None = None
 
 
 class JobSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,7 +68,8 @@ class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):
 class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """Everything. ``state`` is starting, ready, draining or lost, ``detail`` says more.
 
-    At every moment the engine's pages, free, held, cached and quarantined, add up to ``num_pages``.
+    At every moment the engine's pages, free, held, cached and quarantined, add up to ``num_pages``. ``poisoned``: times
+    that the engine was lost while it served, by reason; for as long as the server's process lives.
     """
 
     state: str
@@ -78,3 +84,4 @@ class ClusterSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineSnapshot | None = None
     cache: CacheSnapshot | None = None
     ranks: tuple[RankSnapshot, ...] = ()
+    poisoned: dict[str, int] = {}

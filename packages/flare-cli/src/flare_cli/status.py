@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 import msgspec
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from flare_cli.snapshot import CacheSnapshot, ClusterSnapshot
@@ -93,3 +94,7 @@ def _print_cache(console: Console, cache: CacheSnapshot) -> None:
         counts = (tier.records_stored, tier.records_evicted, tier.records_failed)
         table.add_row(tier.tier, str(tier.num_records), used, limit, *map(str, counts))
     console.print(table)
+    for tier in cache.tiers:
+        for what, reason in (("stores", tier.stores_stopped), ("reads", tier.reads_stopped)):
+            if reason is not None:
+                console.print(f"[bold red]{tier.tier}: no {what}[/], {escape(reason)}")

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 
 from flare_cli.exit_codes import EXIT_LOST
+from flare_core.errors import PoisonReason
 
 __all__ = ["Watchdog"]
 
@@ -35,7 +36,10 @@ class Watchdog:
         threading.Thread(target=self._end, name="flare watchdog", daemon=True).start()
 
     def doom(self, reason: str) -> None:
-        """The group cannot go on. Returns at once; the first reason counts. May be called from any thread."""
+        """The group cannot go on. Returns at once; the first reason counts. May be called from any thread.
+
+        ``reason`` begins with a ``PoisonReason``; what begins otherwise counts as internal.
+        """
         with self._lock:
             if self._doomed.is_set() or self._is_disarmed:
                 return
@@ -51,7 +55,7 @@ class Watchdog:
         """
         if not self._doomed.wait(CONSEQUENCE_SECONDS):
             _LOG.exception("%s failed", what)
-            self.doom(f"{what} failed: {type(error).__name__}: {error}")
+            self.doom(f"{PoisonReason.INTERNAL}: {what} failed: {type(error).__name__}: {error}")
 
     def disarm(self) -> None:
         """The process is ending in order; what is lost from now on is no loss."""

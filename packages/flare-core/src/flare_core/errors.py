@@ -7,16 +7,19 @@ A user's mistake is a :class:`UsageError` (exit 2); settings on which ranks disa
 
 from __future__ import annotations
 
+import enum
 from typing import ClassVar
 
 __all__ = [
     "CheckpointError",
     "ConfigurationMismatch",
     "FlareError",
+    "PoisonReason",
     "Poisoned",
     "RequestError",
     "UnsupportedModel",
     "UsageError",
+    "poison_reason",
 ]
 
 
@@ -50,6 +53,41 @@ class Poisoned(FlareError):
     """Ranks can no longer account for each other's transfers: nothing is reported any more, the process exits."""
 
     exit_code: ClassVar[int] = 70
+
+
+class PoisonReason(enum.StrEnum):
+    """Why a group was given up: a label of ``flare_poisoned_total`` and the message's first word. Never renamed."""
+
+    LINK_LOST = "link-lost"
+    """A link between ranks broke, or its other side ended it."""
+    SILENT = "silent"
+    """A rank sent no heartbeat in time."""
+    QUEUE_FULL = "queue-full"
+    """A rank does not take what it is sent."""
+    DEADLINE = "deadline"
+    """A rank did not begin or answer a transfer in time."""
+    PROTOCOL = "protocol"
+    """A rank said what it cannot say: a foreign run, a job that it was not given, bytes that are no message."""
+    UNDO_FAILED = "undo-failed"
+    """A failed store could be removed on no rank."""
+    DEVICE_FAULT = "device-fault"
+    """A device failed under a transfer, which never ends therefore."""
+    INTERNAL = "internal"
+    """An error that nobody foresaw."""
+    WORKER_DIED = "worker-died"
+    """The process with the engine ended without a word: killed, or out of memory."""
+    PARENT_LOST = "parent-lost"
+    """The process that serves HTTP is gone, and its engine ends with it."""
+    DRAIN_OVERDUE = "drain-overdue"
+    """A peer was told to end, and nobody drained the group."""
+
+
+def poison_reason(message: str) -> PoisonReason:
+    """The reason that begins ``message``; INTERNAL where none does."""
+    try:
+        return PoisonReason(message.partition(":")[0])
+    except ValueError:
+        return PoisonReason.INTERNAL
 
 
 class RequestError(FlareError):

@@ -107,8 +107,8 @@ class PrefixStore(Protocol):
         """Give up a fetch as far as it has not begun; its event still comes."""
         ...
 
-    def reset(self, tier: Tier) -> None:
-        """Forget what ``tier`` (memory) holds and nothing pins."""
+    def reset(self, tier: Tier) -> bool:
+        """Forget what ``tier`` (memory) holds and nothing pins; False where there is no such tier."""
         ...
 
 

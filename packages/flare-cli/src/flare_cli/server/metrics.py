@@ -58,6 +58,8 @@ class _SnapshotCollector:
     def collect(self) -> Iterator[Metric]:
         yield GaugeMetricFamily("flare_up", "Whether requests are taken.", float(self._snapshot.state == "ready"))
         yield GaugeMetricFamily("flare_world_size", "Number of ranks.", self._snapshot.world_size)
+        poisoned = self._snapshot.poisoned
+        yield _family("flare_poisoned_total", (((reason,), count) for reason, count in poisoned.items()))
         if self._snapshot.engine is not None:
             yield from _engine(self._snapshot.engine)
         if self._snapshot.cache is not None:
@@ -107,7 +109,10 @@ def _cache(cache: CacheSnapshot) -> Iterator[Metric]:
     yield _family("flare_cache_limit_bytes", (((tier.tier,), tier.limit_bytes) for tier in tiers))
     yield _family("flare_cache_evicted_records_total", (((tier.tier,), tier.records_evicted) for tier in tiers))
     yield _family("flare_cache_join_records", (((verdict,), count) for verdict, count in cache.join.items()))
-    yield _family("flare_cache_dropped_stores_total", [((), sum(cache.stores_dropped.values()))])
+    yield _family("flare_cache_stores_stopped", (((tier.tier,), tier.stores_stopped is not None) for tier in tiers))
+    yield _family("flare_cache_reads_stopped", (((tier.tier,), tier.reads_stopped is not None) for tier in tiers))
+    dropped = cache.stores_dropped
+    yield _family("flare_cache_dropped_stores_total", (((reason,), count) for reason, count in dropped.items()))
     seconds = HistogramMetricFamily(
         "flare_cache_job_seconds", _SPECS["flare_cache_job_seconds"].help, labels=("op", "rank")
     )

@@ -174,10 +174,9 @@ class Engine:
         failure = None
         if command.tier is Tier.DEVICE:
             self.scheduler.reset_device_cache()
-        elif command.tier is Tier.MEMORY and self._store is not None:
-            self._store.reset(command.tier)
         elif command.tier is Tier.MEMORY:
-            failure = "there is no memory tier"
+            if self._store is None or not self._store.reset(command.tier):
+                failure = "there is no memory tier; give --prefix-cache-memory at start-up to have one"
         else:
             failure = f"the {command.tier} tier cannot be reset"
         self._emit([CacheReset(command.reset_id, command.tier, failure)])

@@ -207,11 +207,12 @@ class MemoryPrefixStore:
             if isinstance(job, _Fetch) and job.ticket == ticket:
                 job.is_cancelled = True
 
-    def reset(self, tier: Tier) -> None:
+    def reset(self, tier: Tier) -> bool:
         """Forget everything, if ``tier`` is this store's."""
         if tier is self._tier:
             self._pages.clear()
             self._nodes.clear()
+        return tier is self._tier
 
     def poison(self, reason: str) -> None:
         """From now on :meth:`poll` raises."""
