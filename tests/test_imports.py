@@ -38,7 +38,7 @@ def test_importing_a_package_starts_no_event_loop_and_opens_no_screen(package: s
 
 
 def test_the_command_needs_no_torch_until_it_runs_a_model() -> None:
-    assert importing("flare_cli.__main__", *HEAVY, "starlette", "uvicorn") == ""
+    assert importing("flare_cli.command_tree", *HEAVY, "starlette", "uvicorn") == ""
 
 
 def test_the_watch_sees_an_import() -> None:

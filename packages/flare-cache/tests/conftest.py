@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import queue
+import subprocess
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -200,3 +202,24 @@ def new_geometry():
 def set_fingerprint() -> bytes:
     """The set that :func:`open_rank`'s records belong to."""
     return SET
+
+
+@pytest.fixture
+def mounted(tmp_path):
+    """``mounted(options)``: a small tmpfs, unmounted after the test; skips where mounting is not allowed."""
+    made: list[Path] = []
+
+    def mount(options: str) -> Path:
+        path = tmp_path / f"mount-{len(made)}"
+        path.mkdir()
+        if (
+            os.geteuid()
+            or subprocess.run(["mount", "-t", "tmpfs", "-o", options, "none", path], check=False).returncode
+        ):
+            pytest.skip("mounting is not allowed here")
+        made.append(path)
+        return path
+
+    yield mount
+    for path in made:
+        subprocess.run(["umount", "-l", path], check=True)

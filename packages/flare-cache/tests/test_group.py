@@ -171,7 +171,8 @@ class Shelves:
         return self.by_rank[rank]
 
 
-def test_a_store_that_one_rank_refuses_is_undone_on_the_others(tmp_path, world_size):
+def test_a_store_that_one_rank_refuses_is_undone_on_the_others(tmp_path, world_size, monkeypatch):
+    monkeypatch.setattr("flare_cache.tier_health.RETRY_SECONDS", 0.0)
     shelves = Shelves()
     group = started(plan_for(tmp_path, world_size, max_sections=2, change_shelf=shelves))
     shelves.by_rank[world_size - 1].refuses.set()
@@ -199,7 +200,8 @@ def test_memory_is_a_tier_of_its_own_that_can_be_reset(tmp_path, world_size):
     assert group.restore(PROMPT).tokens_by_tier == {Tier.DISK: 30}
     assert group.store(PROMPT).num_records == 1
     assert group.restore(PROMPT).tokens_by_tier == {Tier.MEMORY: 30}
-    group.leader.store.reset(Tier.POOL)
+    assert group.leader.store.reset(Tier.MEMORY)
+    assert not group.leader.store.reset(Tier.POOL)
     group.close()
 
 

@@ -7,7 +7,8 @@ from click.testing import CliRunner
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flare_cli.__main__ import flare, main
+from flare_cli.__main__ import main
+from flare_cli.command_tree import flare
 from flare_cli.config import HostPort, KvMemory, decode_config, encode_config, is_loopback
 from flare_cli.resolve import resolve
 from flare_cli.settings import RUN_SETTINGS

@@ -40,7 +40,7 @@ class CacheStatistics:
         hit_tokens: tokens restored, counted after every rank verified them.
         records_stored, records_evicted, records_failed: whole records, by tier.
         stores_dropped: records that were not stored, by reason: "failed" on some rank; "parent", as what it extends was
-            not stored; "late", "too-large" for a job; "full", the limit; "disk-full", a disk; "stopped", a failing one.
+            not stored; "late", "too-large" for a job; "full", the limit; "paused", no place; "stopped", a failing disk.
         job_times: by rank and operation, from sending to answer.
         num_jobs_waiting, num_jobs_outstanding: at rank zero, and on ranks.
     """

@@ -42,6 +42,10 @@ from flare_transport.router import LinkEnd, Router
 __all__ = ["Dispatcher", "LocalTransport", "RecordLink"]
 
 _TICK_SECONDS = 0.25
+_MAX_LATE_TICKS = 8
+"""After so many ticks that nobody handled, two seconds, this rank is silent to its peers; they end it within five."""
+_MAX_LOST_TICKS = 40
+"""After so many, ten seconds, this rank ends itself."""
 _REPORT_POINTS = {
     JobOp.STORE: "store.report",
     JobOp.FETCH: "fetch.report",
@@ -125,6 +129,7 @@ class Dispatcher:
         self._num_finished = 0
         self._finished = itertools.count(1)
         self._progress: dict[int, Progress] = {}
+        self._num_late_ticks = 0
 
     def route(self, router: Router, rank: int) -> None:
         """Declare the routes of the record link of ``rank``, before that link is started."""
@@ -146,10 +151,17 @@ class Dispatcher:
 
     def tick(self) -> None:
         """Time has passed: find who is overdue."""
-        self._turnstile.post(self._leader.tick)
+        self._num_late_ticks += 1
+        self._turnstile.post(self._tick)
 
-    def pulse(self) -> bytes:
-        """Payload of a heartbeat to a peer."""
+    def _tick(self, now: float) -> list[Effect]:
+        self._num_late_ticks = 0
+        return self._leader.tick(now)
+
+    def pulse(self) -> bytes | None:
+        """Payload of a heartbeat to a peer; None, no heartbeat, while events are not handled."""
+        if self._num_late_ticks > _MAX_LATE_TICKS:
+            return None
         return encode_progress(Progress(self._last_step, self._num_finished))
 
     def submit(self, job: Job, *, tag: int, num_bytes: int, expires_at: float | None = None) -> None:
@@ -226,6 +238,9 @@ class Dispatcher:
     def _run_clock(self) -> None:
         while not self._closing.wait(_TICK_SECONDS):
             self.tick()
+            if self._num_late_ticks > _MAX_LOST_TICKS:
+                seconds = _MAX_LOST_TICKS * _TICK_SECONDS
+                self._become_poisoned(f"{PoisonReason.INTERNAL}: the dispatcher has been stuck for {seconds:g} s")
 
     def _started(self, rank: int, payload: memoryview) -> None:
         try:

@@ -48,6 +48,9 @@ def new_mapping(num_bytes: int) -> mmap.mmap:
     mapping = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if num_bytes >= _HUGE_PAGE_BYTES and hasattr(mmap, "MADV_HUGEPAGE"):
         mapping.madvise(mmap.MADV_HUGEPAGE)
+    if hasattr(mmap, "MADV_DONTDUMP"):
+        # It will hold users' prompts, which a core dump must not.
+        mapping.madvise(mmap.MADV_DONTDUMP)
     return mapping
 
 

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 RETRY_SECONDS = 1.0
-"""After a store found a disk full: one more is tried so much later, and others only when that one has fit."""
+"""After a store found no place: one more is tried so much later, and others only when that one was stored."""
 
 READ_ERROR_LIMIT = 3
 READ_ERROR_SECONDS = 60.0
@@ -40,7 +40,8 @@ BAD_DIGEST_SECONDS = 600.0
 STORES_STOPPED = "stores-stopped"
 """How a rank's reason begins when its directory takes nothing any more (a failed fsync)."""
 
-_FULL = frozenset({"ENOSPC", "EDQUOT", "EFBIG"})
+_NO_PLACE = frozenset({"ENOSPC", "EDQUOT", "EFBIG", "EMFILE", "ENFILE", "EROFS", "ENOENT"})
+"""No room, no descriptor, no writable or no directory any more: what may pass, and what every next store meets, too."""
 _BAD_DIGEST = frozenset({Problem.SECTION_DIGEST, Problem.HEADER_DIGEST})
 _log = logging.getLogger(__name__)
 
@@ -51,15 +52,15 @@ class TierHealth:
 
     Attributes:
         tier: which, for messages.
-        stores_stopped: why nothing is stored: until the next start, or, when ``is_full``, until a store fits again.
+        stores_stopped: why nothing is stored: until the next start, or, when ``is_paused``, until a store succeeds.
         reads_stopped: why nothing is looked up until the next start, or None.
-        is_full: some rank had no room; stores are tried every :data:`RETRY_SECONDS`.
+        is_paused: some rank had no place for a record; one is tried every :data:`RETRY_SECONDS`.
     """
 
     tier: Tier
     stores_stopped: str | None = None
     reads_stopped: str | None = None
-    is_full: bool = False
+    is_paused: bool = False
     _retry_at: float = 0.0
     _probe: int | None = None
     _read_errors: dict[int, deque[float]] = field(default_factory=dict)
@@ -69,13 +70,13 @@ class TierHealth:
         """Why a store must not begin now, as a word for a counter; None: it may."""
         if self.stores_stopped is None:
             return None
-        if not self.is_full:
+        if not self.is_paused:
             return "stopped"
-        return "disk-full" if self._probe is not None or now < self._retry_at else None
+        return "paused" if self._probe is not None or now < self._retry_at else None
 
     def began(self, tag: int) -> None:
         """The store job ``tag`` was submitted."""
-        if self.is_full:
+        if self.is_paused:
             self._probe = tag
 
     def ended(self, outcome: Outcome, now: float) -> None:
@@ -85,9 +86,9 @@ class TierHealth:
             self._probe = None
         match outcome:
             case Done() if is_probe:
-                self.is_full = False
+                self.is_paused = False
                 self.stores_stopped = None
-                _log.info("the %s tier has room again: stores go on", self.tier)
+                _log.info("stores in the %s tier go on", self.tier)
             case Failed(failures=failures):
                 for failure in failures:
                     self._store_failed(failure, now)
@@ -96,16 +97,16 @@ class TierHealth:
         code = reason_code(failure.reason)
         if code == STORES_STOPPED:
             self._stop_stores(f"rank {failure.rank}: {failure.reason}")
-        elif code in _FULL and (self.is_full or self.stores_stopped is None):
-            if not self.is_full:
-                _log.warning("rank %d has no room (%s): stores pause", failure.rank, failure.reason)
-            self.is_full = True
-            self.stores_stopped = f"rank {failure.rank} has no room: {failure.reason}"
+        elif code in _NO_PLACE and (self.is_paused or self.stores_stopped is None):
+            if not self.is_paused:
+                _log.warning("stores in the %s tier pause: rank %d: %s", self.tier, failure.rank, failure.reason)
+            self.is_paused = True
+            self.stores_stopped = f"paused, as rank {failure.rank} had no place: {failure.reason}"
             self._retry_at = now + RETRY_SECONDS
 
     def _stop_stores(self, reason: str) -> None:
-        if self.stores_stopped is None or self.is_full:
-            self.is_full = False
+        if self.stores_stopped is None or self.is_paused:
+            self.is_paused = False
             self.stores_stopped = reason
             _log.error("nothing is stored in the %s tier any more until the next start: %s", self.tier, reason)
 

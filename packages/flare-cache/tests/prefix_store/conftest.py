@@ -52,9 +52,9 @@ class Script:
         outcomes, self.outcomes = self.outcomes, []
         return outcomes
 
-    def end(self, waiting: Waiting, how: str = "done") -> None:
+    def end(self, waiting: Waiting, how: str = "done", *, reason: str = "EIO: broken", rank: int = 1) -> None:
         self.open.remove(waiting)
-        failure = RankFailure(1, JobStatus.FAILED, "EIO: broken")
+        failure = RankFailure(rank, JobStatus.FAILED, reason)
         match how:
             case "done":
                 self.outcomes.append(Done(waiting.tag, waiting.job, 1, {0: 0.1}))
@@ -98,10 +98,10 @@ class Bench:
             assert event.ticket not in self.events
             self.events[event.ticket] = event
 
-    def end(self, how: str = "done", *, op: JobOp | None = None, last: bool = False) -> None:
-        """End the first (or last) open job of this kind."""
+    def end(self, how: str = "done", *, op: JobOp | None = None, last: bool = False, **failure: object) -> None:
+        """End the first (or last) open job of this kind; ``failure`` is its ``reason`` and ``rank``."""
         found = [waiting for waiting in self.script.open if op is None or waiting.job.op is op]
-        self.script.end(found[-1 if last else 0], how)
+        self.script.end(found[-1 if last else 0], how, **failure)
         self.poll()
 
     def run(self) -> None:

@@ -1,51 +1,51 @@
-"""Entry point of the ``flare`` command: the tree of subcommands, and errors as one clear message.
+"""Entry point of the ``flare`` command: errors as one clear message, and signals that end in order from the start.
 
-Importing it must stay cheap (``flare --help`` answers at once): only click and the subcommands' declarations.
+Importing it must stay cheap (``flare --help`` answers at once), and more so what runs before ``main``: until then a
+signal to end is the interpreter's.
 """
 
 from __future__ import annotations
 
+import signal
 import sys
 
-import click
-
-from flare_cli import __version__
-from flare_cli.commands.bench import bench
-from flare_cli.commands.config import config
-from flare_cli.commands.export import export
-from flare_cli.commands.key import key
-from flare_cli.commands.model import model
-from flare_cli.commands.records import records
-from flare_cli.commands.run import run
-from flare_cli.commands.status import status
-from flare_core.errors import FlareError
-
-__all__ = ["flare", "main"]
-
-
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 120})
-@click.version_option(__version__, message="flare %(version)s")
-def flare() -> None:
-    """Serve language models on one or many ranks, with a prefix cache on every rank's own disk."""
-
-
-for command in (run, config, export, model, key, records, bench, status):
-    flare.add_command(command)
+__all__ = ["main"]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command and exit: 0, 2 for a usage error, 78 for ranks that disagree, 70 for a lost group."""
+    given = sys.argv[1:] if arguments is None else arguments
+    is_server = given[:1] == ["run"]
+    if is_server:
+        # Nothing is served yet, so that a signal to end is obeyed by ending.
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler)
+    try:
+        code = _run(arguments)
+    except KeyboardInterrupt:
+        if is_server:
+            print("flare: stopped before it was ready", file=sys.stderr)
+        code = 0 if is_server else 130
+    sys.exit(code)
+
+
+def _run(arguments: list[str] | None) -> int:
+    import click
+
+    from flare_cli.command_tree import flare
+    from flare_core.errors import FlareError
+
     try:
         code = flare.main(args=arguments, prog_name="flare", standalone_mode=False)
     except click.ClickException as error:
         error.show()
-        sys.exit(2)
+        return 2
     except click.exceptions.Abort:
-        sys.exit(130)
+        raise KeyboardInterrupt from None
     except FlareError as error:
         click.echo(f"flare: {error}", err=True)
-        sys.exit(error.exit_code)
-    sys.exit(code if isinstance(code, int) else 0)
+        return error.exit_code
+    return code if isinstance(code, int) else 0
 
 
 if __name__ == "__main__":

@@ -107,6 +107,9 @@ def open_leader_cache(config: RunConfig, group: ControlGroup, model: RankModel, 
             on_outcome=lambda: cache.wake(),  # noqa: PLW0108  it is set when the engine is there
             on_poison=on_loss,
         )
+    except OSError as error:
+        parts.release()
+        raise _unusable(config, error) from error
     except BaseException:
         parts.release()
         raise
@@ -132,6 +135,9 @@ def open_peer_cache(config: RunConfig, group: ControlGroup, model: RankModel, *,
         group.agree(Offer({}))
         link = dial_link(group.session, group.identities[0], group.offers.get())
         peer = start_peer(parts.setup, link, run_id=group.session.run_id, on_end=ended)
+    except OSError as error:
+        parts.release()
+        raise _unusable(config, error) from error
     except BaseException:
         parts.release()
         raise
@@ -140,6 +146,11 @@ def open_peer_cache(config: RunConfig, group: ControlGroup, model: RankModel, *,
         facts=cache_facts(config, peer.report, direct=parts.direct, least_bytes=parts.least_bytes),
         close=lambda: _close_peer(peer, parts),
     )
+
+
+def _unusable(config: RunConfig, error: OSError) -> UsageError:
+    """What stopped the join here; links have errors of their own kind."""
+    return UsageError(f"--prefix-cache-disk {config.prefix_cache_disk}: it cannot be read or written: {error}")
 
 
 def _has_tiers(config: RunConfig) -> bool:

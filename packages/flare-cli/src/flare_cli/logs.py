@@ -7,8 +7,11 @@ import logging
 import sys
 import time
 
+from flare_cli.rate_limit import RateLimit
+
 __all__ = ["set_up_logs"]
 
+_STRANGERS = frozenset({"uvicorn.error", "flare.http"})
 _RESERVED = frozenset(logging.makeLogRecord({}).__dict__) | {"message", "asctime"}
 
 
@@ -16,11 +19,29 @@ def set_up_logs(*, as_json: bool, process: str) -> None:
     """Send all logs to standard error; ``process`` ("api", "rank 1") stands in every line."""
     target = logging.StreamHandler(sys.stderr)
     target.setFormatter(_JsonLines(process) if as_json else _Lines(process))
+    target.addFilter(_Repeats())
     root = logging.getLogger()
     root.handlers[:] = [target]
     root.setLevel(logging.INFO)
     for noisy in ("uvicorn.error", "uvicorn.access", "asyncio"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
+
+
+class _Repeats(logging.Filter):
+    """Holds back what strangers can have written without end: the same text of the HTTP server, again and again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._limit = RateLimit()
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.name not in _STRANGERS or record.exc_info:
+            return True
+        # These loggers write on the event loop's thread alone.
+        held_back = self._limit.admit((record.name, record.msg), time.monotonic())
+        if held_back:
+            record.msg = f"{record.msg} (and {held_back} more like this before)"
+        return held_back is not None
 
 
 class _Lines(logging.Formatter):

@@ -24,7 +24,13 @@ def loaded_after(code: str) -> set[str]:
 
 
 def test_the_command_tree_loads_nothing_heavy():
-    assert not loaded_after("import flare_cli.__main__") & set(HEAVY)
+    assert not loaded_after("import flare_cli.command_tree") & set(HEAVY)
+
+
+def test_signals_are_minded_before_anything_is_loaded():
+    loaded = loaded_after("import flare_cli.__main__")
+    assert "click" not in loaded
+    assert {name for name in loaded if name.startswith("flare_cli.")} == {"flare_cli.__main__", "flare_cli.__about__"}
 
 
 def test_the_server_loads_no_torch():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -31,14 +30,8 @@ def run(**arguments: Any) -> int:
     resolved = resolve_from(arguments)
     check_config(resolved.config)
     arm_failpoints(os.environ)
-    # Until the group has met there is nothing to drain; from then on the processes have handlers of their own.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        return _serve(resolved)
-    except KeyboardInterrupt:
-        click.echo("flare: stopped before it was ready", err=True)
-        return 0
+    # Until the group has met there is nothing to drain, and ``main`` obeys signals; later the processes' own do.
+    return _serve(resolved)
 
 
 def _serve(resolved: Resolved) -> int:

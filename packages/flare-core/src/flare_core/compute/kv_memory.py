@@ -85,6 +85,8 @@ class KvMemory:
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 mapping.madvise(mmap.MADV_HUGEPAGE)
+            if hasattr(mmap, "MADV_DONTDUMP"):
+                mapping.madvise(mmap.MADV_DONTDUMP)  # users' prompts are no part of a core dump
             mapped = torch.frombuffer(mapping, dtype=torch.uint8)
             return cls(geometry, num_pages, mapped.view(num_pages, geometry.page_bytes), mapping)
         whole = torch.zeros(size + _CUDA_ALIGNMENT, dtype=torch.uint8, device=device)
