@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,16 @@ import click
 from rich.console import Console
 from rich.table import Table
 
+from flare_qualify.client import ServerError
+from flare_qualify.history import History, read_history
+from flare_qualify.http_target import HttpTarget, describe_server
+from flare_qualify.models import ModelLibrary
 from flare_qualify.report import DAMAGE_WORDS, headline, write_report
+from flare_qualify.run_context import Context
 from flare_qualify.run_directory import REPORT_NAME, RESULT_NAME, RunDirectory, RunResult
 from flare_qualify.runner import STYLES, RunSettings, run_scenarios
 from flare_qualify.scenario import SUITES, all_scenarios, choose
-from flare_qualify.verdict import Damage, Verdict
+from flare_qualify.verdict import Damage, Verdict, outcome_of
 
 __all__ = ["main", "qualify"]
 
@@ -100,6 +107,47 @@ def report(context: click.Context, directory: Path) -> None:
     write_report(where, result)
     _print_result(Console(), result, where)
     context.exit(0 if result.is_good else 1)
+
+
+@qualify.command("http")
+@click.argument("url")
+@click.option("--model", help="Its name; default: the first that the server lists.")
+@click.option("--prompt-words", type=click.IntRange(1), default=400, show_default=True, help="Length of the prompts.")
+@click.option("--tolerance", type=float, default=0.0, show_default=True, help="Total variation between equal prompts.")
+@click.option("--seed", type=int, default=1, show_default=True, help="Of the prompts.")
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    default=Path("build/qualification-http"),
+    show_default=True,
+    help="Where the history lies.",
+)
+@click.pass_context
+def http(context: click.Context, url: str, model: str | None, directory: Path, seed: int, **options: Any) -> None:
+    """Put the OpenAI-compatible server at URL (http://127.0.0.1:8000) under what needs no access to its machine."""
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        server = describe_server(url)
+    except (OSError, ServerError, KeyError, IndexError, ValueError) as error:
+        raise click.UsageError(f"{url} does not answer as an OpenAI-compatible server: {error}") from None
+    server = server if model is None else dataclasses.replace(server, model=model)
+    directory.mkdir(parents=True, exist_ok=True)
+    history = History(directory / f"http-{time.strftime('%Y%m%dT%H%M%S')}.jsonl")
+    history.append("begin", scenario="http", url=url, model=server.model, seed=seed)
+    drive = Context("http", "standard", directory, seed, history, ModelLibrary(directory / "models"))
+    # Prompts that no earlier run has left in the server's cache.
+    drive.rng.seed(f"{seed}/{time.time_ns()}")
+    findings = HttpTarget(drive, url, server, **options).run()
+    history.append("end")
+    table = Table(title=f"{server.model} at {url}", title_justify="left", show_header=False)
+    for finding in findings:
+        mark = {True: "[green]good[/]", False: "[bold red]bad[/]", None: "[dim]fact[/]"}[finding.is_good]
+        table.add_row(mark, finding.what, finding.detail)
+    console = Console()
+    console.print(table)
+    outcome = outcome_of(read_history(history.path), faults_due=False, restores_due=False)
+    console.print(f"[{STYLES[outcome.verdict]}]{outcome.verdict}[/]  {history.path}", highlight=False)
+    context.exit(0 if outcome.verdict is Verdict.PASS else 1)
 
 
 def _print_result(console: Console, result: RunResult, directory: RunDirectory) -> None:

@@ -137,15 +137,16 @@ class Group:
         for rank in range(self.world_size):
             self.launch_rank(rank)
 
-    def prepare(self) -> None:
-        """Choose ports for a new start, and make the cluster key before the first."""
+    def prepare(self, *, keep_ports: bool = False) -> None:
+        """Choose ports for a new start, unless the last ones are kept, and make the cluster key before the first."""
         self.root.mkdir(parents=True, exist_ok=True)
         key = self.root / "cluster.key"
         if not key.exists():
             key.touch(mode=0o600)
             key.write_text(secrets.token_hex(32) + "\n")
         self.run += 1
-        self.port, self.rendezvous_port = free_port(), free_port()
+        if not keep_ports:
+            self.port, self.rendezvous_port = free_port(), free_port()
 
     def launch_rank(self, rank: int) -> None:
         """Start one rank's process after :meth:`prepare`; returns at once."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import time
 
 from flare_qualify.group import Group
 from flare_qualify.process_facts import wait_gone
@@ -30,22 +31,25 @@ def check_all_gone(
     *,
     what: str,
     limit: float,
+    since: float | None = None,
     spared: tuple[str, ...] = (),
     victims: tuple[int, ...] = (),
     code: int = EXIT_POISONED,
 ) -> bool:
-    """Every process of ``members`` but ``spared`` must end within ``limit`` seconds from now; whether all did.
+    """Every process of ``members`` but ``spared`` must end within ``limit`` seconds; whether all did.
 
     Args:
         members: roles and process ids, taken before the fault (:meth:`Group.members`).
+        since: the fault's time by the monotonic clock; now, if not given.
         victims: ranks whose exit code is the fault's own. All other ranks that end must exit with ``code``.
     """
     expected = {name: pid for name, pid in members.items() if name not in spared}
+    elapsed = 0.0 if since is None else time.monotonic() - since
     gone = wait_gone(expected, timeout=limit + 5.0)
     left = sorted(expected.keys() - gone.keys())
     context.check(not left, f"{what}: {', '.join(left)} did not end")
     if gone:
-        context.timed(f"{what}: every other process gone", max(gone.values()), limit=limit)
+        context.timed(f"{what}: every other process gone", elapsed + max(gone.values()), limit=limit)
     spared_ranks = {0 if name in {"api", "worker"} else int(name.removeprefix("rank")) for name in spared}
     for rank, found in exit_codes(group).items():
         if rank not in victims and rank not in spared_ranks:

@@ -1,0 +1,177 @@
+"""A process killed at each step of a start: nobody serves half a group, and the next start is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+from flare_qualify.checkers.answers import References
+from flare_qualify.checkers.processes import exit_codes
+from flare_qualify.checkers.records import ReportedRecords, check_digests, check_parity
+from flare_qualify.group import Group
+from flare_qualify.process_facts import wait_gone
+from flare_qualify.run_context import Context
+from flare_qualify.scenario import Scenario
+from flare_qualify.workloads.failpoints import arm, disarm, wait_fired
+from flare_qualify.workloads.prompts import prompt_of
+from flare_qualify.workloads.requests import ask, drop_device_copies
+
+__all__ = ["SCENARIOS"]
+
+RENDEZVOUS = (
+    (0, "rendezvous.listen"),
+    (1, "rendezvous.hello"),
+    (0, "rendezvous.welcome"),
+    (1, "rendezvous.proof"),
+    (0, "rendezvous.accept"),
+    (0, "rendezvous.met"),
+    (1, "rendezvous.met"),
+    (0, "record-link.offer"),
+    (1, "record-link.connect"),
+    (0, "record-link.accept"),
+)
+JOIN = (
+    (0, "join.scan"),
+    (1, "join.scan"),
+    (1, "join.hello"),
+    (0, "join.propose"),
+    (1, "join.confirm"),
+    (0, "join.apply"),
+    (1, "join.apply"),
+    (0, "join.applied"),
+    (1, "join.applied"),
+    (0, "join.joined"),
+    (1, "join.joined"),
+)
+_NUM_PROMPTS = 2
+_MEETING_SECONDS = 4.0
+"""``--rendezvous-timeout``: those that wait for a killed rank give up after this."""
+_GONE_SECONDS = _MEETING_SECONDS + 7.0
+
+
+@dataclass(slots=True)
+class _Filled:
+    """A record directory with reported prompts, and what rank one alone may hold beside them."""
+
+    references: References
+    reported: ReportedRecords
+    surplus: dict[str, bytes] = field(default_factory=dict)
+
+    def disagree(self, group: Group) -> None:
+        """Leave the next join something to remove: whole records that rank zero lacks."""
+        for name, data in self.surplus.items():
+            path = group.record_directory(1) / name
+            path.write_bytes(data)
+            path.chmod(0o600)
+
+
+def _fill(context: Context, group: Group) -> _Filled:
+    filled = _Filled(References(context), ReportedRecords(context))
+    group.start()
+    for number in range(_NUM_PROMPTS):
+        filled.references.learn(str(number), ask(group.url, prompt_of(number)))
+    filled.reported.note(group)
+    ask(group.url, prompt_of(50))
+    group.wait_stored()
+    group.stop()
+    for file in group.record_files(1):
+        if file.name not in filled.reported.names:
+            path = group.record_directory(1) / file.name
+            filled.surplus[file.name] = path.read_bytes()
+            path.unlink()
+            (group.record_directory(0) / file.name).unlink()
+    return filled
+
+
+def run_start_kills(context: Context, *, places: tuple[tuple[int, str], ...], action: str) -> None:
+    """Each place once, in one record directory; every second start after it is undisturbed and restores all."""
+    group = context.group("oracle-rows", 2, "--rendezvous-timeout", f"{_MEETING_SECONDS:g}s")
+    filled = _fill(context, group)
+    for case in context.cases([f"rank {rank} at {step}" for rank, step in places]):
+        _, number, _, step = case.split()
+        rank = int(number)
+        if step.startswith("join."):
+            filled.disagree(group)
+        arm(group, rank, f"{step}:{action}")
+        group.launch()
+        disarm(group)
+        evidence = wait_fired(group, rank, step, timeout=15.0)
+        if not evidence:
+            context.vacuous(f"{case}: not reached")
+            group.kill_all()
+            continue
+        context.fault_fired(f"{action} rank {rank} at {step}", evidence)
+        context.figure("kills_during_start", 1)
+        _check_nobody_serves(context, group, case, victim=rank)
+        _check_next_start(context, group, case, filled)
+
+
+def _check_nobody_serves(context: Context, group: Group, case: str, *, victim: int) -> None:
+    pids = {f"rank{rank}": process.pid for rank, process in group.processes.items()}
+    gone = wait_gone(pids, timeout=_GONE_SECONDS + 5.0)
+    context.check(len(gone) == len(pids), f"{case}: {sorted(pids.keys() - gone.keys())} did not end")
+    if gone:
+        context.timed("a start that lost a rank ends", max(gone.values()), limit=_GONE_SECONDS)
+    for rank, code in exit_codes(group).items():
+        is_right = code in {70, 75} or (rank == victim and rank != 0)
+        context.check(is_right, f"{case}: rank {rank} exited with {code}, not 70 or 75")
+        context.check("Traceback" not in group.log(rank), f"{case}: rank {rank} printed a traceback")
+    group.kill_all()
+
+
+def _check_next_start(context: Context, group: Group, case: str, filled: _Filled) -> None:
+    group.start()
+    check_parity(context, group, case)
+    filled.reported.check(group, case)
+    drop_device_copies(group.url)
+    for number in range(_NUM_PROMPTS):
+        prompt = prompt_of(number)
+        answer = ask(group.url, prompt)
+        filled.references.compare(str(number), answer)
+        is_whole = context.restored(answer, at_least=len(prompt) - 1, tier="disk")
+        context.check(is_whole, f"{case}: prompt {number} restored {answer.cached_tokens}")
+    group.stop()
+
+
+def run_end_kills(context: Context) -> None:
+    """A rank killed while it writes its hint at an end in order: the hint is a hint, nothing is lost."""
+    group = context.group("oracle", 2)
+    filled = _fill(context, group)
+    for case in context.cases([f"rank {rank} at join.save-hint" for rank in (0, 1)]):
+        rank = int(case.split()[1])
+        arm(group, rank, "join.save-hint:kill")
+        group.start()
+        disarm(group)
+        group.stop()
+        evidence = wait_fired(group, rank, "join.save-hint", timeout=1.0)
+        if evidence:
+            context.fault_fired(f"kill rank {rank} at join.save-hint", evidence)
+        else:
+            context.vacuous(f"{case}: not reached")
+        _check_next_start(context, group, case, filled)
+    check_digests(context, group, "at the end")
+
+
+SCENARIOS = (
+    Scenario(
+        name="kill-during-rendezvous",
+        proves="A rank killed at any step of the rendezvous or of opening its record link ends the start of all.",
+        rows=("A6", "A7", "A9"),
+        seconds=75,
+        run=partial(run_start_kills, places=RENDEZVOUS, action="kill"),
+    ),
+    Scenario(
+        name="kill-during-join",
+        proves="A rank killed at any step of the join ends the start of all; the next one agrees, and nothing is lost.",
+        rows=("A6", "A9"),
+        seconds=60,
+        run=partial(run_start_kills, places=JOIN, action="kill"),
+    ),
+    Scenario(
+        name="kill-while-ending",
+        proves="A rank killed while it writes its start hint loses no record.",
+        rows=("A6",),
+        seconds=10,
+        run=run_end_kills,
+    ),
+)

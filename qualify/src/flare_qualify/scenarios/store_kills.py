@@ -1,0 +1,218 @@
+"""A process killed at each step of a store: what was reported is still there, the rest is on all ranks or on none."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import partial
+
+from flare_qualify.checkers.answers import References
+from flare_qualify.checkers.processes import check_all_gone
+from flare_qualify.checkers.records import ReportedRecords, check_digests, check_parity
+from flare_qualify.client import Answer
+from flare_qualify.group import Group, GroupError
+from flare_qualify.models import ORACLES, cache_off_text
+from flare_qualify.run_context import Context
+from flare_qualify.scenario import Scenario
+from flare_qualify.workloads.failpoints import arm, disarm, wait_fired
+from flare_qualify.workloads.prompts import prompt_of
+from flare_qualify.workloads.requests import ANSWER_TOKENS, ask, attempt, begin, drop_device_copies
+
+__all__ = ["SCENARIOS"]
+
+STEPS = (
+    "store.begin",
+    "store.create",
+    "store.write",
+    "store.header",
+    "store.written",
+    "store.fsync",
+    "store.link",
+    "store.unlink-temporary",
+    "store.published",
+    "store.fsync-directory",
+    "store.ack",
+)
+"""Of every rank. The twelfth is ``store.report`` at rank zero, and any moment at all at a peer."""
+
+ANY_MOMENT = "any-moment"
+PLACES = tuple(
+    [("worker", step) for step in (*STEPS, "store.report")] + [("peer", step) for step in (*STEPS, ANY_MOMENT)]
+)
+"""12 steps for each of two roles."""
+
+_NUM_REPORTED = 3
+_GONE_SECONDS = 6.0
+_START_SECONDS = 120.0
+
+
+@dataclass(slots=True)
+class StoreKills:
+    """One record directory, and one kill after the other in it."""
+
+    context: Context
+    group: Group
+    model: str
+    references: References = field(init=False)
+    reported: ReportedRecords = field(init=False)
+    prompts: list[int] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """The checkers of this directory."""
+        self.references = References(self.context)
+        self.reported = ReportedRecords(self.context)
+
+    def prepare(self) -> None:
+        """Store the first prompts, undisturbed."""
+        self.group.start(timeout=_START_SECONDS)
+        for number in range(_NUM_REPORTED):
+            self.references.learn(str(number), ask(self.group.url, prompt_of(number)))
+            self.prompts.append(number)
+        self.reported.note(self.group)
+        self.group.stop()
+
+    def kill_once(self, name: str, role: str, step: str, number: int) -> None:
+        """Start, look at what the last kill has left, then kill ``role`` at ``step`` of a store of a new prompt."""
+        context, group = self.context, self.group
+        rank = 0 if role == "worker" else context.rng.randrange(1, group.world_size)
+        if step != ANY_MOMENT:
+            arm(group, rank, f"{step}:kill@{context.rng.randint(1, 2)}")
+        group.start(timeout=_START_SECONDS)
+        disarm(group)
+        self.check_survivors(name, num_restored=1)
+        members = group.members()
+        with ThreadPoolExecutor(1) as pool:
+            request = begin(pool, group.url, prompt_of(number))
+            if step == ANY_MOMENT:
+                time.sleep(context.rng.uniform(0.0, 0.08))
+                os.kill(members[f"rank{rank}"], signal.SIGKILL)
+                evidence = f"SIGKILL to rank {rank}"
+            else:
+                evidence = self._await_fault(rank, step)
+            killed_at = time.monotonic()
+            if evidence:
+                context.fault_fired(f"kill {role} at {step}", evidence)
+                context.figure("kills_during_store", 1)
+            else:
+                context.vacuous(f"{name}: {step} was not reached")
+                group.kill_all()
+            ended = request.result()
+        self._learn_expected(str(number), ended.answer)
+        self.references.compare_attempt(str(number), ended)
+        if evidence:
+            context.timed("a request beside a killed store ends", time.monotonic() - killed_at, limit=_GONE_SECONDS)
+            check_all_gone(
+                context,
+                group,
+                members,
+                what=f"{role} killed during a store",
+                limit=_GONE_SECONDS,
+                since=killed_at,
+                spared=("worker",) if role == "worker" else (f"rank{rank}",),
+                victims=(rank,) if role == "peer" else (),
+            )
+        group.kill_all()
+        self.prompts.append(number)
+
+    def _await_fault(self, rank: int, step: str) -> str:
+        """Until the failpoint was reached, by the prompt's store or by that of the answer."""
+        evidence = wait_fired(self.group, rank, step, timeout=5.0)
+        if evidence:
+            return evidence
+        attempt(self.group.url, prompt_of(900))
+        return wait_fired(self.group, rank, step, timeout=2.0)
+
+    def _learn_expected(self, name: str, answer: Answer | None) -> None:
+        """The right text of a prompt that nobody has answered undisturbed: the oracle's, or else the first answer's."""
+        if self.model in ORACLES:
+            text = cache_off_text(
+                self.model, prompt_of(int(name)), max_tokens=ANSWER_TOKENS, world_size=self.group.world_size
+            )
+            self.references.expect(name, text)
+        elif answer is not None:
+            self.references.answers[name] = answer
+        else:
+            self.references.expect(name, "")
+
+    def check_survivors(self, when: str, *, num_restored: int) -> None:
+        """At rest after a start: parity, nothing reported lost, and some reported prompts restored bit for bit."""
+        check_parity(self.context, self.group, when)
+        self.reported.check(self.group, when)
+        for number in self.context.rng.sample(range(_NUM_REPORTED), num_restored):
+            drop_device_copies(self.group.url)
+            prompt = prompt_of(number)
+            answer = ask(self.group.url, prompt)
+            self.references.compare(str(number), answer)
+            is_whole = self.context.restored(answer, at_least=len(prompt) - 1, tier="disk")
+            self.context.check(is_whole, f"{when}: prompt {number} was reported, and restored {answer.cached_tokens}")
+
+    def finish(self, when: str) -> None:
+        """After the last kill: reported prompts restored, interrupted ones answered right, every digest good."""
+        disarm(self.group)
+        self.group.start(timeout=_START_SECONDS)
+        self.check_survivors(when, num_restored=_NUM_REPORTED)
+        for number in self.prompts[_NUM_REPORTED:]:
+            answer = ask(self.group.url, prompt_of(number))
+            if self.references.answers[str(number)].text:
+                self.references.compare(str(number), answer)
+        self.group.wait_stored()
+        check_parity(self.context, self.group, when)
+        check_digests(self.context, self.group, when)
+        self.group.stop()
+
+
+def run_store_kills(context: Context, *, model: str, world_size: int, standard: int, long: int) -> None:
+    """Every place ``standard`` or ``long`` times, each place in a directory of its own; a case is a place."""
+    repeats = long if context.is_long else standard
+    places = {f"{role} at {step}": (role, step) for role, step in PLACES}
+    for case in context.cases(places):
+        role, step = places[case]
+        options = ("--prefix-cache-durability", "power") if "fsync" in step else ()
+        group = context.group(model, world_size, *options)
+        kills = StoreKills(context, group, model)
+        try:
+            kills.prepare()
+            for repeat in range(repeats):
+                kills.kill_once(f"{case}, {repeat}", role, step, 100 + repeat)
+            kills.finish(f"after {case}")
+        except GroupError as error:
+            context.check(False, f"{case}: {error}")
+        group.kill_all()
+
+
+def run_some_places(context: Context, *, model: str, world_size: int, count: int) -> None:
+    """``count`` kills over the places in turn, in one directory, for models that start slowly."""
+    group = context.group(model, world_size, "--prefix-cache-durability", "power")
+    kills = StoreKills(context, group, model)
+    kills.prepare()
+    offset = context.rng.randrange(len(PLACES))
+    for number in range(count if context.is_long else 3):
+        role, step = PLACES[(offset + number * 7) % len(PLACES)]
+        kills.kill_once(f"{number} {role} at {step}", role, step, 100 + number)
+    kills.finish("after the last kill")
+
+
+SCENARIOS = (
+    Scenario(
+        name="kill-at-each-store-step",
+        proves="A rank killed at any step of a store loses nothing reported, and leaves no record on some ranks only.",
+        rows=("A4", "A5", "A6"),
+        seconds=110,
+        long_seconds=1500,
+        alone=True,
+        run=partial(run_store_kills, model="oracle", world_size=2, standard=1, long=20),
+    ),
+    Scenario(
+        name="kill-at-store-steps-tiny-llama",
+        proves="The same with a real model whose ranks are bound by collectives.",
+        rows=("A4", "A5", "A6"),
+        needs=("torch",),
+        seconds=60,
+        long_seconds=240,
+        alone=True,
+        run=partial(run_some_places, model="tiny-llama", world_size=2, count=20),
+    ),
+)
