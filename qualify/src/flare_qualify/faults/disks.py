@@ -18,7 +18,7 @@ from pathlib import Path
 from flare_qualify.faults.commands import FaultError, run, write_control_file
 from flare_qualify.faults.names import BLKIO_ROOT, unique_name
 
-__all__ = ["LoopDisk", "PowerCut", "fill", "loop_disk", "slowed_down", "small_tmpfs"]
+__all__ = ["MIB", "LoopDisk", "PowerCut", "fill", "loop_disk", "physical_offset", "slowed_down", "small_tmpfs"]
 
 MIB = 1 << 20
 _EXT4_IOC_SHUTDOWN = 0x8004587D
@@ -54,12 +54,6 @@ class LoopDisk:
     num_bytes: int
     options: str
 
-    def make_directory(self, name: str) -> Path:
-        """A new private directory in it."""
-        directory = self.path / name
-        directory.mkdir(mode=0o700)
-        return directory
-
     def cut_power(self, how: PowerCut) -> str:
         """From now on nothing reaches the disk, and every access fails with EIO, until :meth:`remount`; the evidence.
 
@@ -84,6 +78,13 @@ class LoopDisk:
         run("umount", self.path)
         run("mount", "-o", self.options, self.device, self.path)
 
+    def repair(self) -> None:
+        """Unmount, have ``e2fsck`` repair what it finds, and mount again. Nothing may have a file open in it."""
+        run("umount", self.path)
+        # Exit codes below 4: no errors, or errors that were corrected.
+        run("sh", "-c", 'e2fsck -fy "$0" > /dev/null 2>&1; test $? -lt 4', self.device)
+        run("mount", "-o", self.options, self.device, self.path)
+
     def turn_read_only(self) -> str:
         """The kernel finds an error in the file system and goes on read-only; the evidence."""
         name = Path(self.device).name
@@ -100,7 +101,7 @@ class LoopDisk:
         The backing file is cut there, so that the sectors do not exist any more. What of the file was in memory is
         dropped from it.
         """
-        physical = _physical_offset(file, offset)
+        physical = physical_offset(file, offset)
         os.truncate(self.backing, physical)
         write_control_file(Path("/proc/sys/vm/drop_caches"), "1")
         fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -122,8 +123,8 @@ class LoopDisk:
         return status.f_bavail * status.f_frsize
 
 
-def _physical_offset(file: Path, offset: int) -> int:
-    """Where on the device the byte at ``offset`` lies."""
+def physical_offset(file: Path, offset: int) -> int:
+    """Where on the device the byte of ``file`` at ``offset`` lies. Raises FaultError where it has none."""
     buffer = bytearray(_FIEMAP_HEADER.size + _MAX_EXTENTS * _FIEMAP_EXTENT.size)
     _FIEMAP_HEADER.pack_into(buffer, 0, 0, (1 << 64) - 1, _FIEMAP_SYNC, 0, _MAX_EXTENTS, 0)
     fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
@@ -141,23 +142,22 @@ def _physical_offset(file: Path, offset: int) -> int:
 
 
 @contextlib.contextmanager
-def loop_disk(scratch: Path, *, num_bytes: int = 64 * MIB, options: str = "errors=remount-ro") -> Iterator[LoopDisk]:
-    """An ext4 file system of ``num_bytes`` in ``scratch``, mounted there.
+def loop_disk(path: Path, *, num_bytes: int = 64 * MIB, options: str = "errors=remount-ro") -> Iterator[LoopDisk]:
+    """An ext4 file system of ``num_bytes``, mounted at ``path``, which is created; its backing file lies beside it.
 
     Raises:
         FaultError: loop devices or mounting are not allowed here.
     """
-    name = unique_name()
-    backing, path = scratch / f"{name}.image", scratch / name
+    backing = path.with_name(f"{path.name}.{unique_name()}.image")
     with contextlib.ExitStack() as undo:
+        path.mkdir(parents=True)
+        undo.callback(path.rmdir)
         backing.touch(mode=0o600)
         undo.callback(backing.unlink, missing_ok=True)
         os.truncate(backing, num_bytes)
         run("mkfs.ext4", "-q", "-F", "-m", "0", "-E", "lazy_itable_init=0,lazy_journal_init=0", backing)
         device = run("losetup", "--find", "--show", backing).strip()
         undo.callback(run, "losetup", "-d", device)
-        path.mkdir()
-        undo.callback(path.rmdir)
         run("mount", "-o", options, device, path)
         # Lazily, so that nothing stays mounted where a process that is about to be killed still has files open.
         undo.callback(run, "umount", "-l", path)
@@ -166,14 +166,13 @@ def loop_disk(scratch: Path, *, num_bytes: int = 64 * MIB, options: str = "error
 
 
 @contextlib.contextmanager
-def small_tmpfs(scratch: Path, *, num_bytes: int) -> Iterator[Path]:
-    """A private file system in memory that holds that much, mounted in ``scratch``. Raises FaultError."""
-    path = scratch / unique_name()
-    path.mkdir()
+def small_tmpfs(path: Path, *, num_bytes: int) -> Iterator[None]:
+    """A private file system in memory that holds that much, mounted at ``path`` (created). Raises FaultError."""
+    path.mkdir(parents=True)
     try:
-        run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=0700", "none", path)
+        run("mount", "-t", "tmpfs", "-o", f"size={num_bytes},mode=0700", unique_name(), path)
         try:
-            yield path
+            yield
         finally:
             run("umount", "-l", path)
     finally:

@@ -27,7 +27,7 @@ def unique_name() -> str:
     return f"fq{os.getpid()}x{secrets.token_hex(2)}"
 
 
-def is_leftover(text: str) -> bool:
+def _is_leftover(text: str) -> bool:
     """Whether ``text`` holds a name whose maker is gone."""
     found = _NAME.search(text)
     return found is not None and not Path(f"/proc/{found[1]}").exists()
@@ -54,13 +54,13 @@ def _leftovers() -> Iterator[tuple[str, list[str]]]:
         yield name, ["ip", "netns", "del", name]
     for name in _leftover_entries(Path("/sys/class/net")):
         yield name, ["ip", "link", "del", name]
+    loops = {device for device, backing in _loop_devices() if _is_leftover(backing)}
     for line in reversed(Path("/proc/self/mounts").read_text().splitlines()):
-        target = line.split()[1]
-        if is_leftover(target) and not target.startswith(str(NETNS_ROOT)):
+        source, target = line.split()[:2]
+        if source in loops or _is_leftover(source):
             yield target, ["umount", "-l", target]
-    for device, backing in _loop_devices():
-        if is_leftover(backing):
-            yield device, ["losetup", "-d", device]
+    for device in sorted(loops):
+        yield device, ["losetup", "-d", device]
     for name in _leftover_entries(BLKIO_ROOT):
         yield str(BLKIO_ROOT / name), []
 
@@ -68,7 +68,7 @@ def _leftovers() -> Iterator[tuple[str, list[str]]]:
 def _leftover_entries(directory: Path) -> list[str]:
     if not directory.is_dir():
         return []
-    return sorted(path.name for path in directory.iterdir() if is_leftover(path.name))
+    return sorted(path.name for path in directory.iterdir() if _is_leftover(path.name))
 
 
 def _loop_devices() -> list[tuple[str, str]]:

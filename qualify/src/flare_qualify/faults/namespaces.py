@@ -1,7 +1,7 @@
-"""Network namespaces: one alone for a rank that is reached through a proxy, or one a rank joined by a bridge.
+"""Network namespaces: one alone for a peer that is reached through a proxy, or one a peer joined by a bridge.
 
-On a bridged network links go down, routes turn into black holes and rates are bounded, one rank and one direction at
-a time. Knows no rank's process: whoever starts one puts :attr:`Namespace.prefix` before its command.
+On a bridged network cables are pulled, packets of one direction are lost and rates are bounded. Knows no rank's
+process: whoever starts one puts :attr:`Namespace.prefix` before its command.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -24,6 +24,7 @@ __all__ = ["Namespace", "Network", "listen_in", "network", "opened_namespace"]
 
 _CLONE_NEWNET = 0x4000_0000
 _RANK_INTERFACE = "eth0"
+_NOBODY = "02:00:00:00:00:01"
 _T = TypeVar("_T")
 
 
@@ -93,83 +94,96 @@ def _inside(namespace: Namespace, call: Callable[[], _T]) -> _T:
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Ranks' namespaces on one bridge, which this host is on too.
+    """A bridge on this host, where rank zero runs, and a namespace on it for each peer.
 
     Attributes:
-        namespaces: by rank. subnet: first three numbers of the addresses.
-        host_ends: interface of this host that is the other end of a rank's, by rank.
+        bridge: its interface here. subnet: first three numbers of the addresses.
+        namespaces: of the peers, by rank. host_ends: interface here that is the other end of a peer's, by rank.
     """
 
-    namespaces: tuple[Namespace, ...]
+    bridge: str
     subnet: str
-    host_ends: tuple[str, ...]
+    namespaces: Mapping[int, Namespace]
+    host_ends: Mapping[int, str]
 
     def address(self, rank: int) -> str:
-        """A rank's address; reached from every rank and from this host."""
+        """A rank's address."""
         return f"{self.subnet}.{rank + 1}"
 
-    def link_down(self, rank: int) -> str:
-        """Take this rank off the network as a pulled cable does: nothing is told to either side; the evidence."""
+    def pull(self, rank: int) -> str:
+        """Take a peer off the network as a pulled cable does: nothing is told to either side. The evidence.
+
+        Raises:
+            FaultError: its link stays up.
+        """
         run("ip", "link", "set", self.host_ends[rank], "down")
         shown = json.loads(run("ip", "-j", "link", "show", "dev", self.host_ends[rank]))[0]
         if "UP" in shown["flags"]:
             raise FaultError(f"{self.host_ends[rank]} is still up: {shown['flags']}")
         return f"the link of rank {rank} is {shown['operstate']}"
 
-    def link_up(self, rank: int) -> None:
-        """Undo :meth:`link_down`."""
+    def plug(self, rank: int) -> None:
+        """Undo :meth:`pull`."""
         run("ip", "link", "set", self.host_ends[rank], "up")
 
-    def lose_route(self, rank: int, towards: int) -> str:
-        """Nothing that ``rank`` sends to ``towards`` arrives any more; the other way stays open. The evidence."""
-        namespace, address = self.namespaces[rank], self.address(towards)
-        namespace.ip("route", "add", "blackhole", f"{address}/32")
-        if "blackhole" not in (shown := namespace.ip("route", "show", f"{address}/32")):
-            raise FaultError(f"no route to {address} is lost: {shown}")
-        return f"rank {rank} has the route '{shown.strip()}'"
+    def lose_packets(self, *, sender: int, receiver: int) -> str:
+        """What ``sender`` sends to ``receiver`` is addressed to nobody; the other way stays open. The evidence.
 
-    def restore_route(self, rank: int, towards: int) -> None:
-        """Undo :meth:`lose_route`."""
-        self.namespaces[rank].ip("route", "del", "blackhole", f"{self.address(towards)}/32")
+        Raises:
+            FaultError: the sender's table of neighbours was not changed.
+        """
+        where = ["dev", _RANK_INTERFACE if sender else self.bridge]
+        entry = ["to", self.address(receiver), *where]
+        self._ip(sender, "neigh", "replace", self.address(receiver), "lladdr", _NOBODY, *where, "nud", "permanent")
+        if _NOBODY not in (shown := self._ip(sender, "neigh", "show", *entry)):
+            raise FaultError(f"rank {sender} still knows its neighbour: {shown}")
+        return f"rank {sender} takes {shown.strip()} for rank {receiver}"
+
+    def find_packets(self, *, sender: int, receiver: int) -> None:
+        """Undo :meth:`lose_packets`."""
+        where = ["dev", _RANK_INTERFACE if sender else self.bridge]
+        self._ip(sender, "neigh", "del", self.address(receiver), *where)
 
     def slow_down(self, rank: int, *, bits_per_second: int) -> None:
-        """Bound what this rank sends."""
-        shape = ["rate", f"{bits_per_second}bit", "burst", "16kb", "latency", "400ms"]
-        name = self.namespaces[rank].name
-        run("tc", "-n", name, "qdisc", "replace", "dev", _RANK_INTERFACE, "root", "tbf", *shape)
+        """Bound what goes to and from a peer."""
+        shape = ["root", "tbf", "rate", f"{bits_per_second}bit", "burst", "4kb", "latency", "2s"]
+        run("tc", "qdisc", "replace", "dev", self.host_ends[rank], *shape)
+        run("tc", "-n", self.namespaces[rank].name, "qdisc", "replace", "dev", _RANK_INTERFACE, *shape)
 
     def num_delayed(self, rank: int) -> int:
-        """Packets of this rank that :meth:`slow_down` has made wait."""
-        shown = json.loads(run("tc", "-n", self.namespaces[rank].name, "-s", "-j", "qdisc", "show"))
+        """Packets to and from a peer that :meth:`slow_down` has made wait."""
+        shown = json.loads(run("tc", "-s", "-j", "qdisc", "show", "dev", self.host_ends[rank]))
+        shown += json.loads(run("tc", "-n", self.namespaces[rank].name, "-s", "-j", "qdisc", "show"))
         return sum(int(one.get("overlimits", 0)) for one in shown if one.get("kind") == "tbf")
+
+    def _ip(self, rank: int, *words: str) -> str:
+        return self.namespaces[rank].ip(*words) if rank else run("ip", *words)
 
 
 @contextlib.contextmanager
-def network(num_ranks: int) -> Iterator[Network]:
-    """A bridge and that many namespaces on it; all of it is gone afterwards.
+def network(world_size: int) -> Iterator[Network]:
+    """A bridge and a namespace for each peer; all of it is gone afterwards.
 
     Raises:
         FaultError: not allowed here.
     """
     bridge, subnet = unique_name(), _free_subnet()
+    namespaces, host_ends = {}, {}
     with contextlib.ExitStack() as undo:
         run("ip", "link", "add", bridge, "type", "bridge")
         undo.callback(run, "ip", "link", "del", bridge)
-        run("ip", "addr", "add", f"{subnet}.254/24", "dev", bridge)
+        run("ip", "addr", "add", f"{subnet}.1/24", "dev", bridge)
         run("ip", "link", "set", bridge, "up")
-        namespaces, host_ends = [], []
-        for rank in range(num_ranks):
-            namespace = undo.enter_context(opened_namespace())
-            host_end = unique_name()
+        for rank in range(1, world_size):
+            namespaces[rank] = namespace = undo.enter_context(opened_namespace())
+            host_ends[rank] = host_end = unique_name()
             run("ip", "link", "add", host_end, "type", "veth", "peer", _RANK_INTERFACE, "netns", namespace.name)
             # It goes with its namespace, but only once the last process in there is gone.
             undo.callback(_delete_link, host_end)
             run("ip", "link", "set", host_end, "master", bridge, "up")
             namespace.ip("addr", "add", f"{subnet}.{rank + 1}/24", "dev", _RANK_INTERFACE)
             namespace.ip("link", "set", _RANK_INTERFACE, "up")
-            namespaces.append(namespace)
-            host_ends.append(host_end)
-        yield Network(tuple(namespaces), subnet, tuple(host_ends))
+        yield Network(bridge, subnet, namespaces, host_ends)
 
 
 def _delete_link(name: str) -> None:

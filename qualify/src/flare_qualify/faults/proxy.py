@@ -12,7 +12,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flare_qualify.faults.line_faults import Close, Effect, Hold, Line, LineFault, Pause, Send
 
@@ -62,12 +62,11 @@ class _Connection:
         return self.target, self.caller
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _Route:
     listener: socket.socket
     target: Address
     before_answer: Callable[[], None]
-    armed: dict[Direction, LineFault] = field(default_factory=dict)
 
 
 class _CutError(Exception):
@@ -79,7 +78,8 @@ class FaultProxy:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._routes: dict[str, list[_Route]] = {}
+        self._listeners: list[socket.socket] = []
+        self._armed: dict[tuple[str, Direction], LineFault] = {}
         self._connections: list[_Connection] = []
         self._threads: list[threading.Thread] = []
         self._firings: list[Firing] = []
@@ -101,17 +101,13 @@ class FaultProxy:
         """
         route = _Route(listener, target, before_answer)
         with self._changed:
-            siblings = self._routes.setdefault(name, [])
-            if siblings:
-                route.armed.update(siblings[0].armed)
-            siblings.append(route)
+            self._listeners.append(listener)
         self._spawn(lambda: self._accept(name, route), f"accept {name}")
 
     def arm(self, name: str, direction: Direction, fault: LineFault) -> None:
         """From now on ``fault`` applies to this direction of the route's connections, present and future."""
         with self._changed:
-            for route in self._routes.get(name, ()):
-                route.armed[direction] = fault
+            self._armed[name, direction] = fault
             for connection in self._of(name):
                 connection.lines[direction].arm(fault)
             self._changed.notify_all()
@@ -119,8 +115,8 @@ class FaultProxy:
     def heal(self, name: str) -> None:
         """Take the route's faults away; what was held back passes."""
         with self._changed:
-            for route in self._routes.get(name, ()):
-                route.armed.clear()
+            for direction in Direction:
+                self._armed.pop((name, direction), None)
             for connection in self._of(name):
                 for line in connection.lines.values():
                     line.arm(None)
@@ -146,11 +142,10 @@ class FaultProxy:
         """End every connection and listener, and wait for the threads. Idempotent."""
         with self._changed:
             self._is_closed = True
-            listeners = [route.listener for routes in self._routes.values() for route in routes]
             for connection in self._connections:
                 self._cut(connection, Close.RESET)
             self._changed.notify_all()
-        for listener in listeners:
+        for listener in self._listeners:
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
@@ -183,7 +178,7 @@ class FaultProxy:
             sock.settimeout(_LOOK_SECONDS)
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._changed:
-            lines = {direction: Line(route.armed.get(direction)) for direction in Direction}
+            lines = {direction: Line(self._armed.get((name, direction))) for direction in Direction}
             connection = _Connection(name, caller, target, lines)
             self._connections.append(connection)
             if self._is_closed:
