@@ -8,14 +8,13 @@ from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.pages import check_pages_at_rest
 from flare_qualify.checkers.records import ReportedRecords, check_digests, check_parity
 from flare_qualify.group import Group
+from flare_qualify.models import ORACLES
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 from flare_qualify.workloads.prompts import extend, prompt_of
 from flare_qualify.workloads.requests import ask, drop_device_copies
 
 __all__ = ["SCENARIOS"]
-
-_ORACLES = frozenset({"oracle", "oracle-rows"})
 
 
 def _prompts(model: str) -> dict[str, list[int]]:
@@ -25,13 +24,21 @@ def _prompts(model: str) -> dict[str, list[int]]:
     return {"first": first, "second": prompt_of(2, length + 37), "branch": extend(first[: length - 20], 3, 60)}
 
 
+def _salt(model: str, name: str) -> str:
+    """The oracle's branch begins with pages of the first prompt. A real model's bits depend on where a prefill begins.
+
+    There, every prompt has a salt of its own: what is cold and what is restored are then computed alike.
+    """
+    return "shared" if model in ORACLES else f"cold {name}"
+
+
 def _learn(context: Context, group: Group, model: str) -> References:
     references = References(context)
     for name, prompt in _prompts(model).items():
-        # A salt of its own keeps the branch from restoring the first prompt's pages, so that it is cold, too.
         answer = ask(group.url, prompt, cache_salt=f"cold {name}")
-        if model in _ORACLES:
+        if model in ORACLES:
             references.learn_oracle(name, answer, model=model, prompt=prompt, world_size=group.world_size)
+            references.compare(name, ask(group.url, prompt, cache_salt=_salt(model, name)))
         else:
             references.learn(name, answer)
     return references
@@ -40,7 +47,7 @@ def _learn(context: Context, group: Group, model: str) -> References:
 def _phase(context: Context, group: Group, references: References, model: str, phase: str, *, tier: str) -> None:
     """Every prompt once; all but its last token must come from ``tier``, and the answer must not change."""
     for name, prompt in _prompts(model).items():
-        answer = ask(group.url, prompt, cache_salt=f"cold {name}")
+        answer = ask(group.url, prompt, cache_salt=_salt(model, name))
         references.compare(name, answer)
         found = answer.cached_tokens[tier]
         context.check(found == len(prompt) - 1, f"{phase}, {name}: {answer.cached_tokens}, not all from {tier}")

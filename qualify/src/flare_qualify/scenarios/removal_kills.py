@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -10,10 +11,11 @@ from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.processes import check_all_gone
 from flare_qualify.checkers.records import check_digests, check_parity, records_of
 from flare_qualify.group import Group
-from flare_qualify.models import ORACLES, cache_off_text
+from flare_qualify.models import cache_off_text
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
-from flare_qualify.workloads.failpoints import arm, disarm, wait_fired
+from flare_qualify.workloads.failpoints import disarm
+from flare_qualify.workloads.kills import ROLES, Kill
 from flare_qualify.workloads.prompts import prompt_of
 from flare_qualify.workloads.requests import ANSWER_TOKENS, ask, attempt, begin, drop_device_copies
 
@@ -22,7 +24,7 @@ __all__ = ["SCENARIOS"]
 UNLINK_STEPS = ("unlink.begin", "unlink.remove", "unlink.ack")
 TRUNCATE_STEPS = ("truncate.begin", "truncate.cut", "truncate.ack")
 _NUM_PROMPTS = 4
-_GONE_SECONDS = 6.0
+_GONE_SECONDS = {"peer": 6.0, "worker": 6.0, "api": 10.0}
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,10 @@ class Removals:
     steps: tuple[str, ...]
     options: tuple[str, ...] = ()
 
-    def places(self) -> dict[str, tuple[int, str]]:
-        """(rank, step) by case name; the last step is rank zero's own."""
-        pairs = [(rank, step) for step in self.steps for rank in (0, 1)] + [(0, f"{self.op}.report")]
-        return {f"rank {rank} at {step}": (rank, step) for rank, step in pairs}
+    def places(self) -> dict[str, tuple[str, str]]:
+        """(role, step) by case name; the last step is rank zero's own."""
+        pairs = [(role, step) for step in self.steps for role in ROLES] + [("worker", f"{self.op}.report")]
+        return {f"{role} at {step}": (role, step) for role, step in pairs}
 
 
 def _size_of_one(context: Context, model: str, world_size: int) -> int:
@@ -51,7 +53,7 @@ def _size_of_one(context: Context, model: str, world_size: int) -> int:
 
 
 def run_removal_kills(context: Context, *, removals: Removals, world_size: int) -> None:
-    """Each rank once at each step; in the long form four times."""
+    """Each role once at each step; in the long form four times."""
     places = removals.places()
     names = [f"{name}, {repeat}" for repeat in range(4 if context.is_long else 1) for name in places]
     options = removals.options
@@ -59,44 +61,47 @@ def run_removal_kills(context: Context, *, removals: Removals, world_size: int) 
         limit = int(2.5 * _size_of_one(context, removals.model, world_size))
         options = ("--prefix-cache-disk-limit", str(limit))
     for case in context.cases(names):
-        rank, step = places[case.rpartition(",")[0]]
+        role, step = places[case.rpartition(",")[0]]
         group = context.group(removals.model, world_size, *options)
-        _kill_once(context, group, removals, rank=rank, step=step, name=case)
+        _kill_once(context, group, removals, Kill(role, step, hit=context.rng.randint(1, 2)), case)
         group.kill_all()
 
 
-def _kill_once(context: Context, group: Group, removals: Removals, *, rank: int, step: str, name: str) -> None:
+def _kill_once(context: Context, group: Group, removals: Removals, kill: Kill, name: str) -> None:
     references = References(context)
     for number in range(_NUM_PROMPTS + 1):
         text = cache_off_text(removals.model, prompt_of(number), max_tokens=ANSWER_TOKENS, world_size=group.world_size)
         references.expect(str(number), text)
-    arm(group, rank, f"{step}:kill@{context.rng.randint(1, 2)}")
+    kill.arm(group)
     group.start()
     disarm(group)
     members = group.members()
+    evidence = ""
     with ThreadPoolExecutor(1) as pool:
         # A removal follows a store: the first prompts are answered undisturbed, a later one finds its group dying.
         for number in range(_NUM_PROMPTS):
             request = begin(pool, group.url, prompt_of(number))
-            evidence = wait_fired(group, rank, step, timeout=0.4)
+            last = number == _NUM_PROMPTS - 1
+            evidence = kill.await_kill(group, timeout=5.0 if last else 0.4)
             references.compare_attempt(str(number), request.result())
-            if evidence or request.result().answer is None:
+            if evidence:
                 break
-    evidence = wait_fired(group, rank, step, timeout=5.0)
+    killed_at = time.monotonic()
     if not evidence:
-        context.vacuous(f"{name}: {step} was not reached")
+        context.vacuous(f"{name}: {kill.step} was not reached")
         group.kill_all()
         return
-    context.fault_fired(f"kill rank {rank} at {step}", evidence)
+    context.fault_fired(f"kill {kill.role} at {kill.step}", evidence)
     context.figure("kills_during_removal", 1)
     check_all_gone(
         context,
         group,
         members,
-        what=f"rank killed during {removals.op}",
-        limit=_GONE_SECONDS,
-        spared=("worker",) if rank == 0 else (f"rank{rank}",),
-        victims=(rank,) if rank else (),
+        what=f"{kill.role} killed during {removals.op}",
+        limit=_GONE_SECONDS[kill.role],
+        since=killed_at,
+        spared=kill.spared,
+        victims=kill.victims,
     )
     group.kill_all()
     group.start()
@@ -122,12 +127,6 @@ def _restore_what_is_left(context: Context, group: Group, references: References
     check_parity(context, group, f"{name}, served again")
 
 
-def _assert_oracle(model: str) -> str:
-    if model not in ORACLES:
-        raise KeyError(model)
-    return model
-
-
 SCENARIOS = (
     Scenario(
         name="kill-during-eviction",
@@ -135,9 +134,7 @@ SCENARIOS = (
         rows=("A17", "A6"),
         seconds=25,
         long_seconds=100,
-        run=partial(
-            run_removal_kills, removals=Removals("unlink", _assert_oracle("oracle"), UNLINK_STEPS), world_size=2
-        ),
+        run=partial(run_removal_kills, removals=Removals("unlink", "oracle", UNLINK_STEPS), world_size=2),
     ),
     Scenario(
         name="kill-during-compaction",
@@ -145,8 +142,6 @@ SCENARIOS = (
         rows=("A6", "A16"),
         seconds=25,
         long_seconds=100,
-        run=partial(
-            run_removal_kills, removals=Removals("truncate", _assert_oracle("oracle"), TRUNCATE_STEPS), world_size=2
-        ),
+        run=partial(run_removal_kills, removals=Removals("truncate", "oracle", TRUNCATE_STEPS), world_size=2),
     ),
 )

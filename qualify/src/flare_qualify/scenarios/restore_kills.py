@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,14 +16,14 @@ from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 from flare_qualify.verdict import Damage
 from flare_qualify.workloads.chains import Chain
-from flare_qualify.workloads.failpoints import arm, disarm, wait_fired
+from flare_qualify.workloads.failpoints import disarm
+from flare_qualify.workloads.kills import ROLES, Kill
 from flare_qualify.workloads.prompts import prompt_of
 from flare_qualify.workloads.requests import Attempt, ask, begin, drop_device_copies
 
 __all__ = ["SCENARIOS"]
 
 STEPS = ("fetch.begin", "fetch.open", "fetch.header", "fetch.read", "fetch.verify", "fetch.deliver", "fetch.ack")
-ROLES = ("peer", "worker", "api")
 FAIL_SECONDS = 6.0
 GONE_SECONDS = {"peer": 6.0, "worker": 6.0, "api": 10.0}
 _COMPANION_TOKENS = 300
@@ -59,11 +57,10 @@ class RestoreKills:
     def kill_once(self, name: str, role: str, step: str) -> None:
         """Start, restore whole, then kill ``role`` at a random hit of ``step`` during a second restore."""
         context, group = self.context, self.group
-        rank = 0 if role == "worker" else context.rng.randrange(1, group.world_size)
-        total = self.num_hits[rank, step]
-        hit = total + context.rng.randint(1, total)
-        # The API process comes to no failpoint: a peer waits in the middle of its work until it is killed.
-        arm(group, rank, f"{step}:{'hang' if role == 'api' else 'kill'}@{hit}")
+        peer = context.rng.randrange(1, group.world_size)
+        total = self.num_hits[0 if role == "worker" else peer, step]
+        kill = Kill(role, step, hit=total + context.rng.randint(1, total), peer=peer)
+        kill.arm(group)
         group.start(timeout=_START_SECONDS)
         disarm(group)
         self.check_survivors(name)
@@ -74,22 +71,17 @@ class RestoreKills:
                 pool, group.url, prompt_of(7, 20), max_tokens=_COMPANION_TOKENS, cache_salt=f"companion of {name}"
             )
             restore = begin(pool, group.url, self.chain.prompt, **self.chain.request_options())
-            evidence = wait_fired(group, rank, step, timeout=20.0)
+            evidence = kill.await_kill(group, timeout=20.0)
             killed_at = time.monotonic()
-            if evidence and role == "api":
-                os.kill(members["api"], signal.SIGKILL)
-                evidence += ", then SIGKILL to the API process"
             if evidence:
-                context.fault_fired(f"kill {role} at {step}", evidence, hit=hit - total, of=total)
+                context.fault_fired(f"kill {role} at {step}", evidence, hit=kill.hit - total, of=total)
                 context.figure("kills_during_restore", 1)
             else:
-                context.vacuous(f"{name}: {step} was not reached {hit} times")
+                context.vacuous(f"{name}: {step} was not reached {kill.hit} times")
                 group.kill_all()
             self._check_failure(name, role, restore, killed_at)
             self.companions.compare_attempt("companion", companion.result(), what=Damage.PAGES_REUSED)
         if evidence:
-            victims = (0,) if role == "api" else (rank,) if role == "peer" else ()
-            spared = ("api",) if role == "api" else (f"rank{rank}",) if role == "peer" else ("worker",)
             what = f"{role} killed during a restore"
             check_all_gone(
                 context,
@@ -98,8 +90,8 @@ class RestoreKills:
                 what=what,
                 limit=GONE_SECONDS[role],
                 since=killed_at,
-                spared=spared,
-                victims=victims,
+                spared=kill.spared,
+                victims=kill.victims,
             )
         group.kill_all()
 

@@ -13,35 +13,41 @@ from flare_qualify.process_facts import wait_gone
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 from flare_qualify.workloads.failpoints import arm, disarm, wait_fired
+from flare_qualify.workloads.kills import Kill
 from flare_qualify.workloads.prompts import prompt_of
 from flare_qualify.workloads.requests import ask, drop_device_copies
 
 __all__ = ["SCENARIOS"]
 
 RENDEZVOUS = (
-    (0, "rendezvous.listen"),
-    (1, "rendezvous.hello"),
-    (0, "rendezvous.welcome"),
-    (1, "rendezvous.proof"),
-    (0, "rendezvous.accept"),
-    (0, "rendezvous.met"),
-    (1, "rendezvous.met"),
-    (0, "record-link.offer"),
-    (1, "record-link.connect"),
-    (0, "record-link.accept"),
+    ("worker", "rendezvous.listen"),
+    ("peer", "rendezvous.hello"),
+    ("worker", "rendezvous.welcome"),
+    ("peer", "rendezvous.proof"),
+    ("worker", "rendezvous.accept"),
+    ("worker", "rendezvous.met"),
+    ("peer", "rendezvous.met"),
+    ("worker", "record-link.offer"),
+    ("peer", "record-link.connect"),
+    ("worker", "record-link.accept"),
+    ("api", "rendezvous.proof"),
+    ("api", "record-link.connect"),
 )
 JOIN = (
-    (0, "join.scan"),
-    (1, "join.scan"),
-    (1, "join.hello"),
-    (0, "join.propose"),
-    (1, "join.confirm"),
-    (0, "join.apply"),
-    (1, "join.apply"),
-    (0, "join.applied"),
-    (1, "join.applied"),
-    (0, "join.joined"),
-    (1, "join.joined"),
+    ("worker", "join.scan"),
+    ("peer", "join.scan"),
+    ("peer", "join.hello"),
+    ("worker", "join.propose"),
+    ("peer", "join.confirm"),
+    ("worker", "join.apply"),
+    ("peer", "join.apply"),
+    ("worker", "join.applied"),
+    ("peer", "join.applied"),
+    ("worker", "join.joined"),
+    ("peer", "join.joined"),
+    ("api", "join.scan"),
+    ("api", "join.confirm"),
+    ("api", "join.applied"),
 )
 _NUM_PROMPTS = 2
 _MEETING_SECONDS = 4.0
@@ -83,37 +89,37 @@ def _fill(context: Context, group: Group) -> _Filled:
     return filled
 
 
-def run_start_kills(context: Context, *, places: tuple[tuple[int, str], ...], action: str) -> None:
+def run_start_kills(context: Context, *, places: tuple[tuple[str, str], ...]) -> None:
     """Each place once, in one record directory; every second start after it is undisturbed and restores all."""
     group = context.group("oracle-rows", 2, "--rendezvous-timeout", f"{_MEETING_SECONDS:g}s")
     filled = _fill(context, group)
-    for case in context.cases([f"rank {rank} at {step}" for rank, step in places]):
-        _, number, _, step = case.split()
-        rank = int(number)
+    for case in context.cases([f"{role} at {step}" for role, step in places]):
+        role, _, step = case.split()
+        kill = Kill(role, step)
         if step.startswith("join."):
             filled.disagree(group)
-        arm(group, rank, f"{step}:{action}")
+        kill.arm(group)
         group.launch()
         disarm(group)
-        evidence = wait_fired(group, rank, step, timeout=15.0)
+        evidence = kill.await_kill(group, timeout=15.0)
         if not evidence:
             context.vacuous(f"{case}: not reached")
             group.kill_all()
             continue
-        context.fault_fired(f"{action} rank {rank} at {step}", evidence)
+        context.fault_fired(f"kill {case}", evidence)
         context.figure("kills_during_start", 1)
-        _check_nobody_serves(context, group, case, victim=rank)
+        _check_nobody_serves(context, group, case, victims=kill.victims)
         _check_next_start(context, group, case, filled)
 
 
-def _check_nobody_serves(context: Context, group: Group, case: str, *, victim: int) -> None:
+def _check_nobody_serves(context: Context, group: Group, case: str, *, victims: tuple[int, ...]) -> None:
     pids = {f"rank{rank}": process.pid for rank, process in group.processes.items()}
     gone = wait_gone(pids, timeout=_GONE_SECONDS + 5.0)
     context.check(len(gone) == len(pids), f"{case}: {sorted(pids.keys() - gone.keys())} did not end")
     if gone:
         context.timed("a start that lost a rank ends", max(gone.values()), limit=_GONE_SECONDS)
     for rank, code in exit_codes(group).items():
-        is_right = code in {70, 75} or (rank == victim and rank != 0)
+        is_right = code in {70, 75} or rank in victims
         context.check(is_right, f"{case}: rank {rank} exited with {code}, not 70 or 75")
         context.check("Traceback" not in group.log(rank), f"{case}: rank {rank} printed a traceback")
     group.kill_all()
@@ -158,14 +164,14 @@ SCENARIOS = (
         proves="A rank killed at any step of the rendezvous or of opening its record link ends the start of all.",
         rows=("A6", "A7", "A9"),
         seconds=75,
-        run=partial(run_start_kills, places=RENDEZVOUS, action="kill"),
+        run=partial(run_start_kills, places=RENDEZVOUS),
     ),
     Scenario(
         name="kill-during-join",
         proves="A rank killed at any step of the join ends the start of all; the next one agrees, and nothing is lost.",
         rows=("A6", "A9"),
         seconds=60,
-        run=partial(run_start_kills, places=JOIN, action="kill"),
+        run=partial(run_start_kills, places=JOIN),
     ),
     Scenario(
         name="kill-while-ending",

@@ -17,7 +17,8 @@ from flare_qualify.group import Group, GroupError
 from flare_qualify.models import ORACLES, cache_off_text
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
-from flare_qualify.workloads.failpoints import arm, disarm, wait_fired
+from flare_qualify.workloads.failpoints import disarm
+from flare_qualify.workloads.kills import Kill
 from flare_qualify.workloads.prompts import prompt_of
 from flare_qualify.workloads.requests import ANSWER_TOKENS, ask, attempt, begin, drop_device_copies
 
@@ -44,8 +45,11 @@ PLACES = tuple(
 )
 """12 steps for each of two roles."""
 
+API_PLACES = tuple(("api", step) for step in STEPS)
+
 _NUM_REPORTED = 3
-_GONE_SECONDS = 6.0
+_END_SECONDS = 6.0
+_GONE_SECONDS = {"peer": 6.0, "worker": 6.0, "api": 10.0}
 _START_SECONDS = 120.0
 
 
@@ -77,9 +81,9 @@ class StoreKills:
     def kill_once(self, name: str, role: str, step: str, number: int) -> None:
         """Start, look at what the last kill has left, then kill ``role`` at ``step`` of a store of a new prompt."""
         context, group = self.context, self.group
-        rank = 0 if role == "worker" else context.rng.randrange(1, group.world_size)
+        kill = Kill(role, step, hit=context.rng.randint(1, 2), peer=context.rng.randrange(1, group.world_size))
         if step != ANY_MOMENT:
-            arm(group, rank, f"{step}:kill@{context.rng.randint(1, 2)}")
+            kill.arm(group)
         group.start(timeout=_START_SECONDS)
         disarm(group)
         self.check_survivors(name, num_restored=1)
@@ -88,10 +92,10 @@ class StoreKills:
             request = begin(pool, group.url, prompt_of(number))
             if step == ANY_MOMENT:
                 time.sleep(context.rng.uniform(0.0, 0.08))
-                os.kill(members[f"rank{rank}"], signal.SIGKILL)
-                evidence = f"SIGKILL to rank {rank}"
+                os.kill(members[f"rank{kill.peer}"], signal.SIGKILL)
+                evidence = f"SIGKILL to rank {kill.peer}"
             else:
-                evidence = self._await_fault(rank, step)
+                evidence = self._await_kill(kill)
             killed_at = time.monotonic()
             if evidence:
                 context.fault_fired(f"kill {role} at {step}", evidence)
@@ -103,27 +107,27 @@ class StoreKills:
         self._learn_expected(str(number), ended.answer)
         self.references.compare_attempt(str(number), ended)
         if evidence:
-            context.timed("a request beside a killed store ends", time.monotonic() - killed_at, limit=_GONE_SECONDS)
+            context.timed("a request beside a killed store ends", time.monotonic() - killed_at, limit=_END_SECONDS)
             check_all_gone(
                 context,
                 group,
                 members,
                 what=f"{role} killed during a store",
-                limit=_GONE_SECONDS,
+                limit=_GONE_SECONDS[role],
                 since=killed_at,
-                spared=("worker",) if role == "worker" else (f"rank{rank}",),
-                victims=(rank,) if role == "peer" else (),
+                spared=kill.spared,
+                victims=kill.victims,
             )
         group.kill_all()
         self.prompts.append(number)
 
-    def _await_fault(self, rank: int, step: str) -> str:
+    def _await_kill(self, kill: Kill) -> str:
         """Until the failpoint was reached, by the prompt's store or by that of the answer."""
-        evidence = wait_fired(self.group, rank, step, timeout=5.0)
+        evidence = kill.await_kill(self.group, timeout=5.0)
         if evidence:
             return evidence
-        attempt(self.group.url, prompt_of(900))
-        return wait_fired(self.group, rank, step, timeout=2.0)
+        attempt(self.group.url, prompt_of(900), timeout=5.0)
+        return kill.await_kill(self.group, timeout=2.0)
 
     def _learn_expected(self, name: str, answer: Answer | None) -> None:
         """The right text of a prompt that nobody has answered undisturbed: the oracle's, or else the first answer's."""
@@ -164,10 +168,17 @@ class StoreKills:
         self.group.stop()
 
 
-def run_store_kills(context: Context, *, model: str, world_size: int, standard: int, long: int) -> None:
-    """Every place ``standard`` or ``long`` times, each place in a directory of its own; a case is a place."""
+def run_store_kills(
+    context: Context, *, places_of: tuple[tuple[str, str], ...], standard: int, long: int, every: int = 1
+) -> None:
+    """Every place ``standard`` or ``long`` times, each place in a directory of its own; a case is a place.
+
+    The standard suite takes one place of ``every``.
+    """
+    model, world_size = "oracle", 2
     repeats = long if context.is_long else standard
-    places = {f"{role} at {step}": (role, step) for role, step in PLACES}
+    chosen = places_of if context.is_long else places_of[::every]
+    places = {f"{role} at {step}": (role, step) for role, step in chosen}
     for case in context.cases(places):
         role, step = places[case]
         options = ("--prefix-cache-durability", "power") if "fsync" in step else ()
@@ -203,7 +214,16 @@ SCENARIOS = (
         seconds=110,
         long_seconds=1500,
         alone=True,
-        run=partial(run_store_kills, model="oracle", world_size=2, standard=1, long=20),
+        run=partial(run_store_kills, places_of=PLACES, standard=1, long=20),
+    ),
+    Scenario(
+        name="kill-api-process-during-stores",
+        proves="With its API process killed at any step of a store the group ends, and loses nothing reported.",
+        rows=("A4", "A5", "A6"),
+        seconds=20,
+        long_seconds=200,
+        alone=True,
+        run=partial(run_store_kills, places_of=API_PLACES, standard=1, long=5, every=3),
     ),
     Scenario(
         name="kill-at-store-steps-tiny-llama",
