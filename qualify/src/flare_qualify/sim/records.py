@@ -1,0 +1,106 @@
+"""What the simulated disks hold, read by the checkers: identities, sizes and bytes of record files, and whether they
+are what they should be. Uses the real codec, and no machine's view.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from flare_cache.digest import ROW_INDEX, section_digest
+from flare_cache.jobs import RecordIdentity
+from flare_cache.record import RecordError, RecordHeader, check_header, decode_header
+from flare_core.geometry import SetIdentity
+from flare_qualify.sim.disk import Inode, SimDisk
+from flare_qualify.sim.oracle import Oracle
+
+__all__ = ["DiskReader", "Found"]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A sound header, and the legal size that the file counts as."""
+
+    header: RecordHeader
+    size: int
+
+    @property
+    def identity(self) -> RecordIdentity:
+        """Of the record."""
+        return self.header.identity
+
+    @property
+    def has_tail(self) -> bool:
+        """The tail is there."""
+        return self.header.layout.has_tail and self.size >= self.header.layout.tail_end
+
+    @property
+    def has_row(self) -> bool:
+        """The row is there."""
+        return self.header.layout.has_row and self.size >= self.header.layout.row_end
+
+
+@dataclass(slots=True)
+class DiskReader:
+    """Reads files as they are; remembers headers by the version of their file."""
+
+    identity: SetIdentity
+    oracle: Oracle
+    _fingerprint: bytes = b""
+    _known: dict[tuple[int, int], tuple[int, Found | None]] = field(default_factory=dict)
+
+    def found(self, disk: SimDisk, name: str) -> Found | None:
+        """The record of that name; None where there is none, or none that can be read."""
+        inode = disk.names.get(name)
+        if inode is None:
+            return None
+        place = (disk.rank, inode.number)
+        known = self._known.get(place)
+        if known is not None and known[0] == inode.version:
+            return known[1]
+        found = self._read(disk, inode, name)
+        self._known[place] = (inode.version, found)
+        return found
+
+    def _read(self, disk: SimDisk, inode: Inode, name: str) -> Found | None:
+        self._fingerprint = self._fingerprint or self.identity.fingerprint()
+        try:
+            header = decode_header(inode.data)
+            check_header(header, set_fingerprint=self._fingerprint, geometry=self.identity.geometries[disk.rank])
+        except RecordError:
+            return None
+        size = header.layout.legal_size(len(inode.data))
+        if size is None or header.identity.key.hex() != name[:64]:
+            return None
+        return Found(header, size)
+
+    def problem(self, disk: SimDisk, name: str) -> str | None:
+        """What is wrong with a record's file: its digests, or bytes that are not those of its tokens. None: nothing."""
+        found = self.found(disk, name)
+        if found is None:
+            return "it cannot be read"
+        data = disk.names[name].data
+        header, layout = found.header, found.header.layout
+        identity = found.identity
+        self.oracle.learn_record(identity, header.token_ids)
+        expected = self.oracle.sections(identity, disk.rank)
+        for index in range(layout.num_pages + found.has_tail):
+            start = layout.section_offset(index)
+            section = memoryview(data)[start : start + layout.page_bytes]
+            if section_digest(identity.store_id, disk.rank, index=index, payload=[section]) != header.digest_at(index):
+                return f"the digest of section {index} is wrong"
+            if expected is not None:
+                right = expected[index]
+                if section[: len(right)] != right:
+                    return f"section {index} does not hold its tokens' bytes"
+                if any(section[len(right) : 8 * identity.page_tokens]):
+                    return f"section {index} holds bytes behind its {len(right) // 8} tokens"
+        if found.has_row:
+            row = memoryview(data)[layout.tail_end : layout.row_end]
+            if section_digest(identity.store_id, disk.rank, index=ROW_INDEX, payload=[row]) != header.digest_at(
+                layout.num_digests - 1
+            ):
+                return "the digest of the row is wrong"
+            right_row = self.oracle.row(identity, disk.rank)
+            if right_row is not None and row[: len(right_row)] != right_row:
+                return "the row is not that of its tokens"
+        return None
