@@ -28,7 +28,7 @@ from flare_cache.record_link import (
 )
 from flare_cache.sharded import ShardedLeader
 from flare_cache.turnstile import Turnstile
-from flare_core.errors import Poisoned
+from flare_core.errors import Poisoned, PoisonReason, poison_reason
 from flare_core.prefix import Tier
 from flare_transport.errors import QueueFull
 from flare_transport.frame_types import HEARTBEAT
@@ -146,7 +146,7 @@ def test_a_frame_that_cannot_be_read_poisons(zero, frame_type):
     with pytest.raises(Poisoned, match="cannot be read"):
         zero.dispatcher.take()
     assert len(zero.poisons) == 1
-    assert zero.wire.failed[0].startswith("poisoned: link to rank 1")
+    assert zero.wire.failed[0].startswith("poisoned: protocol: link to rank 1")
 
 
 def test_a_peer_that_stops_reading_poisons(zero):
@@ -192,7 +192,39 @@ def test_a_link_that_ends_while_ranks_join_poisons_once_they_have():
     rank.wire.end()
     assert rank.poisons == []
     rank.start()
-    assert rank.poisons == ["link to rank 1: the wire was cut"]
+    assert rank.poisons == ["link-lost: link to rank 1: the wire was cut"]
+    rank.dispatcher.close(0)
+
+
+@pytest.mark.parametrize(
+    ("cause", "reason"),
+    [
+        (EndCause.DISCONNECTED, PoisonReason.LINK_LOST),
+        (EndCause.CLOSED_BY_PEER, PoisonReason.LINK_LOST),
+        (EndCause.SILENT, PoisonReason.SILENT),
+        (EndCause.PROTOCOL, PoisonReason.PROTOCOL),
+        (EndCause.RECEIVER_RAISED, PoisonReason.INTERNAL),
+    ],
+)
+def test_a_lost_link_is_named_by_how_it_ended(zero, cause, reason):
+    zero.wire.end(cause)
+    assert [poison_reason(message) for message in zero.poisons] == [reason]
+
+
+def test_a_dispatcher_that_is_stuck_sends_no_heartbeat_and_ends_itself(monkeypatch):
+    monkeypatch.setattr("flare_cache.dispatcher._TICK_SECONDS", 0.001)
+    rank = RankZero()
+    go_on, ended = threading.Event(), threading.Event()
+    rank.dispatcher._on_outcome = lambda: go_on.wait(20)
+    rank.dispatcher._on_poison = lambda reason: (rank.poisons.append(reason), ended.set())
+    rank.dispatcher.submit(JOB, tag=7, num_bytes=5)
+    stuck = threading.Thread(target=rank.answer)
+    stuck.start()
+    assert ended.wait(20)
+    assert rank.dispatcher.pulse() is None
+    assert rank.poisons[0].startswith("internal: the dispatcher has been stuck for")
+    go_on.set()
+    stuck.join()
     rank.dispatcher.close(0)
 
 
@@ -296,7 +328,7 @@ def test_when_the_link_ends_the_transport_is_closed_and_the_process_is_told(drai
     peer.service.wait_for_jobs([])
     peer.wire.end()
     assert peer.service.wait_ended(10)
-    assert peer.ends == [ServiceEnd("the wire was cut", is_loss=True, is_drained=drains)]
+    assert peer.ends == [ServiceEnd("the wire was cut", is_loss=True, is_drained=drains, loss=PoisonReason.LINK_LOST)]
     assert (peer.transport.num_closed, peer.transport.steps, peer.transport.waited) == (1, [4], [[1]])
     assert ("did not end within" in caplog.text) is not drains
 

@@ -39,7 +39,7 @@ from flare_transport.router import LinkEnd, Router
 
 __all__ = ["DRAIN_SECONDS", "PeerService", "ServiceEnd"]
 
-DRAIN_SECONDS = 0.7
+DRAIN_SECONDS = 0.4
 """A process whose link was lost ends within a second; this much of it may be spent on draining."""
 
 _log = logging.getLogger(__name__)

@@ -105,14 +105,11 @@ class _Order:
     num_reached: int = 0
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def reach(self, name: str) -> None:
+    def is_due(self) -> bool:
+        """Count one time more."""
         with self.lock:
             self.num_reached += 1
-            is_due = self.num_reached == self.first or (self.is_lasting and self.num_reached > self.first)
-        if is_due:
-            # Not through logging: its lock may be held, and the process may be about to die.
-            os.write(2, f"failpoint {name}: {self.label}\n".encode())
-            self.act()
+            return self.num_reached == self.first or (self.is_lasting and self.num_reached > self.first)
 
 
 # The one state that belongs to a module in all of flare: a process is sabotaged as a whole, and threading an object
@@ -123,8 +120,10 @@ _orders: dict[str, list[_Order]] = {}
 def failpoint(name: str) -> None:
     """Do what was ordered for `name`, if anything was. Blocks, raises OSError or does not return if told to."""
     if _orders:
-        for order in _orders.get(name, ()):
-            order.reach(name)
+        for order in [order for order in _orders.get(name, ()) if order.is_due()]:
+            # Not through logging: its lock may be held, and the process may be about to die.
+            os.write(2, f"failpoint {name}: {order.label}\n".encode())
+            order.act()
 
 
 def is_armed() -> bool:
