@@ -12,6 +12,7 @@ from collections.abc import Callable
 from flare_cli.config import RunConfig, decode_config
 from flare_cli.snapshot import ClusterSnapshot
 from flare_cli.worker_protocol import (
+    ABANDON,
     COMMANDS,
     CONFIGURATION,
     EVENTS,
@@ -24,17 +25,22 @@ from flare_cli.worker_protocol import (
 )
 from flare_core.engine.inbox import Inbox
 from flare_core.engine.request import EngineEvent, decode_commands, encode_events
+from flare_core.errors import PoisonReason
 from flare_transport import Link, LinkEnd, Router, TransportError
 
 __all__ = ["ApiLink"]
 
 
 class ApiLink:
-    """Receives on the link's thread; sends from any. ``on_loss`` is called when the API process is gone."""
+    """Receives on the link's thread; sends from any.
 
-    def __init__(self, link: Link, on_loss: Callable[[str], None]) -> None:
+    ``on_loss`` is called when the API process is gone, ``on_abandon`` when it gives the start up.
+    """
+
+    def __init__(self, link: Link, *, on_loss: Callable[[str], None], on_abandon: Callable[[], None]) -> None:
         self._link = link
         self._on_loss = on_loss
+        self._on_abandon = on_abandon
         self._config: queue.SimpleQueue[RunConfig] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._inbox: Inbox | None = None
@@ -47,6 +53,7 @@ class ApiLink:
         router.route(CONFIGURATION, lambda _, payload: self._config.put(decode_config(bytes(payload))))
         router.route(COMMANDS, lambda _, payload: self._take_commands(bytes(payload)))
         router.route(SNAPSHOT_QUERY, lambda _, __: self._take_query())
+        router.route(ABANDON, lambda _, __: self._on_abandon())
         router.on_end(self._take_end)
         self._link.start(router)
 
@@ -108,4 +115,4 @@ class ApiLink:
     def _take_end(self, link: Link, end: LinkEnd) -> None:
         del link
         if end.is_loss:
-            self._on_loss("the API process is gone")
+            self._on_loss(f"{PoisonReason.PARENT_LOST}: the API process is gone")

@@ -58,6 +58,7 @@ _LOG = logging.getLogger("flare")
 LOST_GRACE_SECONDS = 1.0
 """How long ``/health`` goes on saying that the engine is lost, while answers to waiting requests go out."""
 WORKER_END_SECONDS = 10.0
+ABANDON_SECONDS = 3.0
 SPARE_CONNECTIONS = 512
 
 
@@ -186,8 +187,9 @@ class _ApiProcess:
         if client.state is not EngineState.READY:
             _LOG.info("stopping before anything was served")
             self.is_abandoned = True
-            self.worker.kill()  # it has nothing to lose yet
-            await _first(self.ended, timeout=WORKER_END_SECONDS)
+            client.abandon()
+            await _first(self.ended, timeout=ABANDON_SECONDS)
+            self.worker.kill()  # whatever it is blocked in: it has nothing to lose yet
             return
         _LOG.info("draining: %d outputs in work, at most %g s", client.num_pending, self.config.drain_timeout)
         with contextlib.suppress(EngineUnavailable):

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from flare_cache.loss import loss_of
 from flare_cli.agreement import Offer, agree, decode_offers, encode_offer
 from flare_cli.config import RunConfig
 from flare_cli.salt import load_cluster_key
@@ -39,13 +40,15 @@ from flare_transport import (
     meet,
 )
 
-__all__ = ["DRAIN_ASKED", "OFFER", "PLAN", "ControlGroup", "PeerView", "describe_sighting", "join_group"]
+__all__ = ["CALLED_OFF", "DRAIN_ASKED", "OFFER", "PLAN", "ControlGroup", "PeerView", "describe_sighting", "join_group"]
 
 PLAN = FrameType(48, "PLAN", 64 << 20)
 OFFER = FrameType(49, "OFFER", 4096)
 DRAIN_ASKED = FrameType(50, "DRAIN_ASKED", 0)
+CALLED_OFF = FrameType(51, "CALLED_OFF", 0)
 
 TELL_SECONDS = 10.0
+CALL_OFF_SECONDS = 1.0
 
 _STEP = struct.Struct("<Q")
 
@@ -63,7 +66,7 @@ class ControlGroup:
     """The control links of one rank, started. At world size 1 there are none.
 
     ``on_loss`` is told, on a link's thread, of a link that ended before ``expect_end``; ``on_drain_asked`` (rank zero)
-    that a peer got the signal to end.
+    that a peer got the signal to end; ``on_called_off`` (a peer) that rank zero gives the start up.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class ControlGroup:
         *,
         on_loss: Callable[[str], None],
         on_drain_asked: Callable[[int], None] = lambda _: None,
+        on_called_off: Callable[[], None] = lambda: None,
     ) -> None:
         self.session = group.session
         self.identities = {rank: peer.identity for rank, peer in group.peers.items()}
@@ -83,6 +87,7 @@ class ControlGroup:
         self._links: dict[int, Link] = {rank: peer.link for rank, peer in group.peers.items()}
         self._on_loss = on_loss
         self._on_drain_asked = on_drain_asked
+        self._on_called_off = on_called_off
         self._expects_end = threading.Event()
         self._ended = threading.Event()
         self._table: KeyValueService | KeyValue = KeyValueService()
@@ -140,6 +145,14 @@ class ControlGroup:
         """Tell rank zero that this peer got the signal to end. Raises ``TransportError``."""
         self._links[0].send(DRAIN_ASKED)
 
+    def call_off(self) -> None:
+        """On rank zero: nothing was served and nothing will be. Blocks up to a second for the peers to hear it."""
+        self._expects_end.set()
+        for link in self._links.values():
+            with contextlib.suppress(TransportError):
+                link.send(CALLED_OFF)
+        self.close(wait_seconds=CALL_OFF_SECONDS)
+
     def expect_end(self) -> None:
         """From now on a link that ends in order is no loss."""
         self._expects_end.set()
@@ -163,6 +176,7 @@ class ControlGroup:
             self._table = key_value_over(link, router)
             router.route(PLAN, lambda _, payload: self.plans.put(bytes(payload)))
             router.route(OFFER, lambda _, payload: self.offers.put(_decode_offer(payload)))
+            router.route(CALLED_OFF, lambda _, __: self._on_called_off())
         router.route(HEARTBEAT, lambda _, payload: self._hear(rank, payload))
         router.on_end(lambda _, end: self._take_end(rank, end))
         link.start(router, pulse=lambda: _STEP.pack(self.last_step))
@@ -178,7 +192,7 @@ class ControlGroup:
         is_expected = self._expects_end.is_set() or self.rank > 0
         self._ended.set()
         if end.is_loss or not is_expected:
-            self._on_loss(f"rank {rank} is lost: {end.detail}")
+            self._on_loss(f"{loss_of(end)}: rank {rank} is lost: {end.detail}")
         else:
             self.plans.put(None)
 

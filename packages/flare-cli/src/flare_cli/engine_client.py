@@ -28,6 +28,7 @@ from flare_cli.server.engine_port import (
 from flare_cli.server.errors import EngineUnavailable
 from flare_cli.snapshot import ClusterSnapshot
 from flare_cli.worker_protocol import (
+    ABANDON,
     COMMANDS,
     EVENTS,
     NOTICE,
@@ -39,7 +40,7 @@ from flare_cli.worker_protocol import (
     decode_notice,
 )
 from flare_core.engine import request as wire
-from flare_core.errors import RequestError
+from flare_core.errors import PoisonReason, RequestError, poison_reason
 from flare_core.keys import tenant_salt
 from flare_core.prefix import Tier
 from flare_transport import EndCause, Link, LinkEnd, LinkLost, LocalProtocolError, QueueFull, Router
@@ -80,6 +81,7 @@ class EngineClient:
     _snapshot_waiters: list[asyncio.Future[ClusterSnapshot]] = field(default_factory=list)
     _resets: dict[str, asyncio.Future[str | None]] = field(default_factory=dict)
     _lost_detail: str | None = None
+    _poisoned: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, PoisonReason), 0))
 
     def start(self) -> None:
         """Start receiving; call once, on the loop's thread."""
@@ -129,6 +131,11 @@ class EngineClient:
         """Have the worker end at once."""
         self._send(wire.Stop())
 
+    def abandon(self) -> None:
+        """Give the start up: the worker ends at once, and every rank that has come with it."""
+        with contextlib.suppress(LinkLost, QueueFull):  # then it is ending already
+            self.link.send(ABANDON)
+
     @property
     def num_pending(self) -> int:
         """Outputs that have not ended."""
@@ -176,7 +183,9 @@ class EngineClient:
 
     def _stamped(self, snapshot: ClusterSnapshot) -> ClusterSnapshot:
         """The worker does not know the model's name, nor that it is draining or lost; this process does."""
-        return msgspec.structs.replace(snapshot, state=str(self.state), detail=self.detail, model=self.model_name)
+        return msgspec.structs.replace(
+            snapshot, state=str(self.state), detail=self.detail, model=self.model_name, poisoned=dict(self._poisoned)
+        )
 
     def _hand_over(self, take: Callable[..., None], value: object) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has ended, and nobody waits for anything any more
@@ -226,10 +235,12 @@ class EngineClient:
     def _take_end(self, end: LinkEnd) -> None:
         # After a drain the worker parts in order; whatever was still pending then has been told before.
         if end.is_loss or (end.cause is EndCause.CLOSED_BY_PEER and self.state is not EngineState.DRAINING):
-            self._lose(self._lost_detail or "the engine's process is gone")
+            self._lose(self._lost_detail or f"{PoisonReason.WORKER_DIED}: the engine's process is gone")
         self.on_end(end)
 
     def _lose(self, message: str) -> None:
+        if self.state in {EngineState.READY, EngineState.DRAINING}:
+            self._poisoned[poison_reason(message)] += 1
         self.state, self.detail = EngineState.LOST, message
         pending, self._pending = self._pending, {}
         for output in pending.values():

@@ -27,7 +27,7 @@ from flare_cli.startup_display import StartupDisplay
 from flare_cli.watchdog import Watchdog
 from flare_cli.wiring import open_model
 from flare_core.engine.engine import PeerLoop
-from flare_core.errors import ConfigurationMismatch, FlareError
+from flare_core.errors import ConfigurationMismatch, FlareError, PoisonReason
 from flare_transport import Sighting, TransportError
 
 __all__ = ["run_peer"]
@@ -86,7 +86,9 @@ class _Peer:
     def _live(self) -> int:
         config = self._config
         self._display.stage(f"joining the group at {config.rendezvous}", 0, 0)
-        self._group = group = ControlGroup(join_group(config, self._observe), on_loss=self._lose)
+        self._group = group = ControlGroup(
+            join_group(config, self._observe), on_loss=self._lose, on_called_off=self._called_off
+        )
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda *_: self._asked_to_end())
         group.agree(Offer(equal_settings(config)))
@@ -115,6 +117,10 @@ class _Peer:
             os._exit(0)  # this is a link's thread; the main thread may be blocked in anything
         self._watchdog.doom(reason)
 
+    def _called_off(self) -> None:
+        _LOG.info("rank zero was stopped before anything was served")
+        os._exit(0)  # this is a link's thread; the main thread may be blocked in anything
+
     def _agree_pages(self, num_pages: int) -> int:
         return 0 if self._group is None else self._group.agree(Offer({}, {"pages": num_pages}))["pages"]
 
@@ -136,4 +142,6 @@ class _Peer:
                 _LOG.warning("rank zero cannot be asked: %s", error)
         seconds = self._config.drain_timeout + DRAIN_MARGIN_SECONDS
         threading.Event().wait(seconds)
-        self._watchdog.doom(f"nobody has drained the group within {seconds:g} s of the signal")
+        self._watchdog.doom(
+            f"{PoisonReason.DRAIN_OVERDUE}: nobody has drained the group within {seconds:g} s of the signal"
+        )

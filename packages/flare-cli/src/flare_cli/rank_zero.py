@@ -5,14 +5,15 @@ Called on the worker process's main thread, which is the engine thread. Knows th
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
 
 from flare_cli.agreement import Offer, RankRefuses
 from flare_cli.api_link import ApiLink
 from flare_cli.cache_wiring import RankCache, open_leader_cache
 from flare_cli.config import RunConfig
-from flare_cli.control_group import ControlGroup, describe_sighting, join_group
+from flare_cli.control_group import ControlGroup, join_group
+from flare_cli.sighting_log import SightingLog
 from flare_cli.snapshot import ClusterSnapshot, RankSnapshot
 from flare_cli.watchdog import Watchdog
 from flare_cli.wiring import RankModel, open_model
@@ -23,13 +24,13 @@ from flare_core.engine.scheduler import Scheduler
 from flare_core.errors import ConfigurationMismatch, FlareError
 from flare_core.plan import StepPlan, encode_plan
 from flare_transport import Sighting
+from flare_transport.failpoint import failpoint
 
 __all__ = ["RankZero", "equal_settings"]
 
-_LOG = logging.getLogger("flare")
-
 IDLE_WAIT_SECONDS = 0.25
 """An idle engine looks at its store this often, so that a poisoning is seen even when nothing wakes it."""
+MEETING_SECONDS = 0.5
 MIXED_PREFILL_SHARE = 4
 """While something decodes, a step takes this part of ``--max-batch-tokens``: it bounds the time between tokens."""
 
@@ -45,6 +46,8 @@ class RankZero:
         self._cache: RankCache | None = None
         self._engine: Engine | None = None
         self._model: RankModel | None = None
+        self._has_met = threading.Event()
+        self._sightings = SightingLog()
         self._started_at = time.monotonic()
 
     def start(self) -> None:
@@ -61,6 +64,7 @@ class RankZero:
             on_loss=self._watchdog.doom,
             on_drain_asked=lambda rank: self._api.notify(DrainAsked(rank)),
         )
+        self._has_met.set()
         try:
             self._assemble(self._group)
         except (ConfigurationMismatch, RankRefuses):
@@ -104,6 +108,16 @@ class RankZero:
             if not progressed:
                 engine.inbox.wait(IDLE_WAIT_SECONDS)
 
+    def abandon(self) -> None:
+        """Give the start up, from another thread than the one in ``start``: peers that have come exit 0, too.
+
+        Blocks up to two seconds; the process must end then.
+        """
+        # The ranks may be meeting this very moment; a peer that has met would take a link that vanishes for a loss.
+        self._has_met.wait(MEETING_SECONDS)
+        if self._group is not None:
+            self._group.call_off()
+
     def close(self) -> None:
         """End the caches and the group in order; peers exit 0. Blocks for what is on its way."""
         if self._group is not None:
@@ -145,6 +159,7 @@ class RankZero:
     def _send_plan(self, plan: StepPlan) -> None:
         group = self._group
         if group is not None and group.world_size > 1:
+            failpoint("step.send")
             group.send_plan(encode_plan(plan))
             group.last_step = plan.step
 
@@ -155,7 +170,7 @@ class RankZero:
         return group.agree(Offer({}, {"pages": num_pages}))["pages"]
 
     def _observe(self, sighting: Sighting) -> None:
-        _LOG.info("rendezvous: %s", describe_sighting(sighting))
+        self._sightings.note(sighting)
 
     def _rank_facts(self) -> list[tuple[str, str]]:
         group = self._group

@@ -12,6 +12,7 @@ from flare_cli.snapshot import ClusterSnapshot
 from flare_transport import FIRST_CONSUMER_CODE, FrameType, LinkSettings
 
 __all__ = [
+    "ABANDON",
     "COMMANDS",
     "CONFIGURATION",
     "EVENTS",
@@ -34,6 +35,8 @@ COMMANDS = FrameType(FIRST_CONSUMER_CODE + 1, "COMMANDS", 64 << 20)
 SNAPSHOT_QUERY = FrameType(FIRST_CONSUMER_CODE + 2, "SNAPSHOT_QUERY", 0)
 EVENTS = FrameType(FIRST_CONSUMER_CODE + 3, "EVENTS", 64 << 20)
 NOTICE = FrameType(FIRST_CONSUMER_CODE + 4, "NOTICE", 16 << 20)
+ABANDON = FrameType(FIRST_CONSUMER_CODE + 5, "ABANDON", 0)
+"""End at once, and the group with it: nothing has been served yet."""
 
 LOCAL_LINK_SETTINGS = LinkSettings(max_queue_frames=1 << 16, max_queue_bytes=256 << 20)
 """Both ends are of one host and one owner: deep queues, so that a busy event loop does not end the engine."""
@@ -98,4 +101,8 @@ def encode_notice(notice: Notice) -> bytes:
 
 def decode_notice(data: bytes | memoryview) -> Notice:
     """The notice in ``data``; raises ``msgspec.MsgspecError``."""
-    return _decoder.decode(data)
+    try:
+        return _decoder.decode(data)
+    except RecursionError:
+        msg = "nested too deeply"
+        raise msgspec.DecodeError(msg) from None

@@ -131,6 +131,17 @@ def test_a_signal_before_anything_is_served_ends_in_order(make_ranks, number, re
     assert not any("Traceback" in ranks.log(rank) for rank in started)
 
 
+@pytest.mark.parametrize("reached", ["joined", "rank 1 of 2 is ready"])
+def test_stopping_rank_zero_alone_before_anything_is_served_ends_its_peer_in_order(make_ranks, reached):
+    ranks = make_ranks(world_size=2)
+    ranks.launch()
+    while reached not in ranks.log(1):
+        pass
+    os.killpg(ranks.processes[0].pid, signal.SIGTERM)
+    assert set(ranks.wait().values()) == {0}
+    assert not any("Traceback" in ranks.log(rank) for rank in (0, 1))
+
+
 def test_requests_that_outlast_the_drain_are_given_up(make_ranks):
     ranks = make_ranks(config=PLAIN, options=("--drain-timeout", "200ms")).start()
     with httpx.stream("POST", f"{ranks.url}/v1/completions", json={"prompt": "x", **LONG}, timeout=60) as response:
