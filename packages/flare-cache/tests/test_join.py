@@ -19,9 +19,9 @@ from flare_cache.join_messages import (
     decode_message,
     encode_message,
 )
-from flare_cache.join_set import KEEP_ROW, KEEP_TAIL, Verdict, adopt
+from flare_cache.join_set import Verdict, adopt
 from flare_cache.record_plan import FileSizes
-from flare_cache.scan import ScannedRecord
+from flare_cache.record_table import KEEP_ROW, KEEP_TAIL, RecordTable, ScannedRecord
 from flare_cache.settings import CacheSettings, Statement
 from flare_core.errors import ConfigurationMismatch, UsageError
 from flare_core.geometry import Axis, Geometry, Plane, SetIdentity
@@ -102,13 +102,13 @@ def join(scans: list[list[ScannedRecord]], *, statements=None, accept_loss: bool
     statements = statements or [statement(rank, world_size, scan) for rank, scan in enumerate(scans)]
     leader = JoinLeader(
         statements[0],
-        scans[0],
+        RecordTable.of(scans[0]),
         world_size=world_size,
         sizes=FileSizes(geometries(world_size)),
         accept_loss=accept_loss,
         draw_set_id=lambda: SET_ID,
     )
-    peers = {rank: JoinPeer(statements[rank], scans[rank]) for rank in range(1, world_size)}
+    peers = {rank: JoinPeer(statements[rank], RecordTable.of(scans[rank])) for rank in range(1, world_size)}
     outcome = Outcome({}, {}, {})
     pending: deque = deque([(0, leader.start())] + [(rank, peer.start()) for rank, peer in peers.items()])
     while pending:
@@ -234,8 +234,8 @@ def test_the_join_evicts_down_to_the_limit_and_stays_closed_under_parents(scans,
     report = outcome.finished[world_size - 1].report
     assert report.disk_limit_bytes == min(max(1, limit), statements[0].disk_limit_bytes)
     assert agreement.kept_bytes <= report.disk_limit_bytes
-    keys = {one.scanned.identity.key for one in agreement.kept}
-    assert all(one.scanned.identity.parent_key in keys for one in agreement.kept if one.scanned.identity.parent_key)
+    keys = {one.identity.key for one in agreement.kept}
+    assert all(one.identity.parent_key in keys for one in agreement.kept if one.identity.parent_key)
     assert sorted(agreement.oldest_first) == sorted(keys)
     index = adopt(agreement, PAGE)
     seen: set[bytes] = set()
@@ -251,7 +251,7 @@ def test_oldest_use_goes_first_and_a_parent_is_as_young_as_its_children():
     scan = [parent, old, young, child]
     statements = [statement(0, 1, scan, disk_limit_bytes=3 * 8192)]
     agreement = join([scan], statements=statements).finished[0].agreement
-    assert {one.scanned for one in agreement.kept} == {parent, young, child}
+    assert {one.identity for one in agreement.kept} == {one.identity for one in (parent, young, child)}
     assert agreement.counts()[0] == {Verdict.KEPT: 3, Verdict.OVER_LIMIT: 1}
 
 
@@ -356,7 +356,7 @@ def test_a_long_scan_travels_in_chunks():
     scan = [record(number) for number in range(20_000)]
     outcome = join([scan, scan])
     assert outcome.finished[1].report.num_kept == 20_000
-    chunks = [effect.message for effect in JoinPeer(statement(1, 2, scan), scan).start()]
+    chunks = [effect.message for effect in JoinPeer(statement(1, 2, scan), RecordTable.of(scan)).start()]
     assert [len(chunk.part) for chunk in chunks[1:]] == [8192, 8192, 3616]
     assert all(len(encode_message(chunk)) < 1 << 20 for chunk in chunks)
 

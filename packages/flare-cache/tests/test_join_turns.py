@@ -21,9 +21,9 @@ from flare_cache.join_messages import (
     VerdictChunk,
 )
 from flare_cache.join_report import JoinReport
-from flare_cache.join_set import KEEP_TAIL, Summary, summarise
+from flare_cache.join_set import Summary, summarise
 from flare_cache.record_plan import FileSizes
-from flare_cache.scan import ScannedRecord
+from flare_cache.record_table import KEEP_TAIL, RecordTable, ScannedRecord
 from flare_cache.settings import Statement
 from flare_cache.testing import GroupPlan, token_geometries
 from flare_core.errors import UsageError
@@ -51,7 +51,7 @@ def statement(rank: int, scan=()) -> Statement:
 
 def leader_of_two(scan=()) -> JoinLeader:
     leader = JoinLeader(
-        statement(0, scan), list(scan), world_size=2, sizes=FileSizes(PLAN.geometries), accept_loss=True,
+        statement(0, scan), RecordTable.of(scan), world_size=2, sizes=FileSizes(PLAN.geometries), accept_loss=True,
         draw_set_id=lambda: SET_ID,
     )  # fmt: skip
     assert leader.start() == []
@@ -62,7 +62,7 @@ def hello(scan=(), *, rank: int = 1) -> Hello:
     return Hello(statement(rank, scan))
 
 
-MANY = [record(1), record(2)]
+MANY = RecordTable.of([record(1), record(2)])
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_a_rank_that_breaks_fails_the_join_by_name(event, text):
 
 
 def proposed(scan, verdicts: bytes, digest: bytes) -> list:
-    peer = JoinPeer(statement(1, scan), scan)
+    peer = JoinPeer(statement(1, scan), RecordTable.of(scan))
     peer.start()
     peer.receive(VerdictChunk(verdicts))
     return peer.receive(Proposal(SET_ID, digest))
@@ -137,12 +137,15 @@ def test_a_peer_takes_no_message_out_of_turn():
         set_id=SET_ID, num_kept=0, kept_bytes=0, left_bytes=0, disk_limit_bytes=0, memory_limit_bytes=0, ranks=[]
     )
     for message in (Apply(), Joined(report), hello()):
-        peer = JoinPeer(statement(1), [])
+        peer = JoinPeer(statement(1), RecordTable.of([]))
         tell, failed = peer.receive(message)
         assert "out of turn" in str(failed.error)
         assert isinstance(tell, Tell)
         assert peer.receive(Apply()) == peer.lost("gone") == []
-    peer = JoinPeer(statement(1), [])
+    peer = JoinPeer(statement(1), RecordTable.of([]))
     (failed,) = peer.lost("silence")
     assert "rank 0 was lost during the join: silence" in str(failed.error)
-    assert [type(effect) for effect in JoinPeer(statement(1), []).failed("no threads")] == [Tell, JoinFailed]
+    assert [type(effect) for effect in JoinPeer(statement(1), RecordTable.of([])).failed("no threads")] == [
+        Tell,
+        JoinFailed,
+    ]

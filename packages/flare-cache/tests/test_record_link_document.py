@@ -15,8 +15,9 @@ from flare_cache import join_messages, record_link
 from flare_cache.jobs import Job, JobOp, JobResult, JobStatus, RecordIdentity, Section
 from flare_cache.join_messages import CHUNK_RECORDS, JoinMessage, decode_message, encode_message
 from flare_cache.join_report import JoinReport, RankReport
-from flare_cache.join_set import KEEP_ROW, KEEP_TAIL, Summary, Verdict, kept_digest
+from flare_cache.join_set import Summary, Verdict, kept_digest
 from flare_cache.record_link import Ack, JobFrame, Progress, Started
+from flare_cache.record_table import KEEP_ROW, KEEP_TAIL
 from flare_cache.settings import Statement
 from flare_core.prefix import Tier
 from flare_transport.framing import FrameType

@@ -10,6 +10,7 @@ import pytest
 from flare_cache import scan as scan_module
 from flare_cache.jobs import record_file_name
 from flare_cache.join_index import JOIN_INDEX_NAME
+from flare_cache.record_table import RecordTable
 from flare_cache.scan import save_join_index
 
 
@@ -22,7 +23,8 @@ def rank(open_rank, new_identity):
 
 
 def save(rank, records) -> None:
-    save_join_index(rank.directory, records, geometry=rank.geometry, set_fingerprint=rank.disk.set_fingerprint)
+    table, fingerprint = RecordTable.of(records), rank.disk.set_fingerprint
+    save_join_index(rank.directory, table, geometry=rank.geometry, set_fingerprint=fingerprint)
 
 
 def test_every_record_is_found_with_its_tokens_and_digest(rank, new_identity) -> None:
@@ -48,9 +50,9 @@ def test_join_idx_spares_the_headers_and_keeps_the_order_of_use(rank, monkeypatc
     records = rank.scan().records
     order = [records[2], records[0], records[3], records[1]]
     save(rank, order)
-    monkeypatch.setattr(scan_module, "decode_header", None)
+    monkeypatch.setattr(scan_module, "sound_headers", None)
     found = rank.scan()
-    assert found.records == order
+    assert list(found.records) == order
     assert found.num_hinted == 4
     assert rank.scan(with_token_ids=False).records[0].token_ids == b""
 
@@ -98,7 +100,7 @@ def test_a_damaged_or_foreign_join_idx_is_as_good_as_none(rank, damage) -> None:
     records = rank.scan().records
     path = rank.directory.path / JOIN_INDEX_NAME
     fingerprint = bytes(32) if damage == "other-set" else rank.disk.set_fingerprint
-    save_join_index(rank.directory, records, geometry=rank.geometry, set_fingerprint=fingerprint)
+    save_join_index(rank.directory, RecordTable.of(records), geometry=rank.geometry, set_fingerprint=fingerprint)
     data = path.read_bytes()
     match damage:
         case "flip":
@@ -121,7 +123,7 @@ def test_a_join_idx_of_another_shape_is_ignored(rank) -> None:
     import hashlib
 
     data = msgspec.msgpack.encode([1, 2])
-    (rank.directory.path / JOIN_INDEX_NAME).write_bytes(b"FLAREIDX1" + hashlib.sha256(data).digest() + data)
+    (rank.directory.path / JOIN_INDEX_NAME).write_bytes(b"FLAREIDX2" + hashlib.sha256(data).digest() + data)
     assert rank.scan().num_hinted == 0
 
 

@@ -21,6 +21,8 @@ import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from flare_cache.join_messages import (
     CHUNK_RECORDS,
     Applied,
@@ -36,9 +38,9 @@ from flare_cache.join_messages import (
     VerdictChunk,
 )
 from flare_cache.join_report import JoinReport, RankReport, agreed_limits, disk_limit_of
-from flare_cache.join_set import Agreement, Summary, Verdict, agree, common_bytes, kept_digest, summarise
+from flare_cache.join_set import FATE_MASK, Agreement, Summary, Verdict, agree, common_bytes, kept_digest, summarise
 from flare_cache.record_plan import FileSizes
-from flare_cache.scan import ScannedRecord
+from flare_cache.record_table import RecordTable
 from flare_cache.settings import Statement, describe_mismatches
 from flare_core.errors import ConfigurationMismatch, FlareError, UsageError
 
@@ -115,7 +117,7 @@ class JoinLeader:
     def __init__(
         self,
         statement: Statement,
-        records: Sequence[ScannedRecord],
+        records: RecordTable,
         *,
         world_size: int,
         sizes: FileSizes,
@@ -315,7 +317,7 @@ _NAMES = {verdict: verdict.name.lower().replace("_", "-") for verdict in Verdict
 class JoinPeer:
     """A peer's machine: ``statement`` and ``records`` (its scan) are its own."""
 
-    def __init__(self, statement: Statement, records: Sequence[ScannedRecord]) -> None:
+    def __init__(self, statement: Statement, records: RecordTable) -> None:
         self._statement = statement
         self._summary = summarise(records)
         self._verdicts = bytearray()
@@ -378,8 +380,9 @@ class JoinPeer:
         verdicts = bytes(self._verdicts)
         if len(verdicts) != len(self._summary):
             return self._break(f"rank 0 judged {len(verdicts)} of {len(self._summary)} records")
-        asked = (verdict & 0xF0 & ~self._summary.parts[at] for at, verdict in enumerate(verdicts))
-        if any(asked) or kept_digest(self._summary, verdicts) != proposal.digest:
+        parts = np.frombuffer(self._summary.parts, dtype=np.uint8)
+        asked = np.frombuffer(verdicts, dtype=np.uint8) & np.uint8(0xFF ^ FATE_MASK) & ~parts
+        if asked.any() or kept_digest(self._summary, verdicts) != proposal.digest:
             return self._break("rank 0 proposes a set that is not held here")
         self._proposal = proposal
         return [Tell(0, Confirmed(proposal.digest))]

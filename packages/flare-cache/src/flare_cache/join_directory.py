@@ -6,23 +6,22 @@ a message.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+import numpy as np
+from numpy.typing import NDArray
 
 from flare_cache.directory import RecordDirectory
+from flare_cache.header_columns import file_ends
 from flare_cache.jobs import record_file_name
 from flare_cache.join_messages import Applied
-from flare_cache.join_set import KEEP_ROW, KEEP_TAIL, Verdict
-from flare_cache.record import file_layout
-from flare_cache.scan import Scan, ScannedRecord
+from flare_cache.join_set import FATE_MASK, Verdict
+from flare_cache.record_table import KEEP_ROW, KEEP_TAIL, RecordTable
+from flare_cache.scan import Scan
 from flare_cache.set_file import check_set_file, new_set_file
 from flare_cache.settings import CacheSettings, Statement
 from flare_core.geometry import Geometry
 from flare_transport.failpoint import failpoint
 
 __all__ = ["apply_verdicts", "make_statement"]
-
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def make_statement(
@@ -49,10 +48,10 @@ def make_statement(
         memory_bytes=settings.memory_bytes or 0,
         disk_limit_bytes=settings.disk_limit_bytes or 0,
         free_bytes=directory.free_bytes(),
-        file_system=f"{_BOOT_ID.read_text().strip()}/{directory.file_system()}",
+        file_system=directory.file_system(),
         directory=str(directory.path),
         set_id=bytes.fromhex(set_file.set_id) if set_file is not None else b"",
-        record_bytes=sum(record.size for record in scan.records),
+        record_bytes=int(scan.records.sizes.sum()),
         left_bytes=sum(file.size for file in scan.left),
         num_records=len(scan.records),
     )
@@ -80,25 +79,25 @@ def apply_verdicts(
         directory.adopt(expected)
     for file in scan.damaged:
         directory.remove(file.name)
-    judged = list(zip(scan.records, verdicts, strict=True))
-    dropped = [record for record, verdict in judged if verdict & 0x0F != Verdict.KEPT]
-    for record in sorted(dropped, key=lambda one: -one.identity.start):
-        directory.remove(record_file_name(record.identity.key))
-    num_truncated = _truncate(directory, judged, geometry)
+    fates = np.frombuffer(verdicts, dtype=np.uint8)
+    dropped = scan.records.taken(np.flatnonzero(fates & FATE_MASK != Verdict.KEPT)).identities
+    for key in dropped["key"][np.argsort(-dropped["start"], kind="stable")].tolist():
+        directory.remove(record_file_name(key))
+    num_truncated = _truncate(directory, scan.records, fates, geometry)
     return Applied(num_truncated, len(scan.damaged), len(scan.left))
 
 
-def _truncate(directory: RecordDirectory, judged: Sequence[tuple[ScannedRecord, int]], geometry: Geometry) -> int:
-    num_truncated = 0
-    for record, verdict in judged:
-        identity = record.identity
-        has_tail, has_row = bool(verdict & KEEP_TAIL), bool(verdict & KEEP_ROW)
-        is_whole = has_tail == bool(identity.tail_tokens) and has_row == identity.has_row
-        if verdict & 0x0F != Verdict.KEPT or is_whole:
-            continue
-        layout = file_layout(identity, page_bytes=geometry.page_bytes, row_stride=geometry.row_stride)
-        size = layout.row_end if has_row else layout.tail_end if has_tail else layout.pages_end
+def _truncate(directory: RecordDirectory, records: RecordTable, verdicts: NDArray[np.uint8], geometry: Geometry) -> int:
+    """Cut what stays, but not whole as it was stored; how many files became smaller than the scan counted them."""
+    stored = np.where(records.identities["tail_tokens"] > 0, KEEP_TAIL, 0) | np.where(
+        records.has_row_stored, KEEP_ROW, 0
+    )
+    places = np.flatnonzero((verdicts & FATE_MASK == Verdict.KEPT) & (verdicts != stored))
+    cut, parts = records.taken(places), verdicts[places]
+    ends = file_ends(cut.identities, geometry)
+    has_tail, has_row = parts & KEEP_TAIL != 0, parts & KEEP_ROW != 0
+    sizes = np.where(has_row, ends.row_end, np.where(has_tail, ends.tail_end, ends.pages_end))
+    for key, size in zip(cut.identities["key"].tolist(), sizes.tolist(), strict=True):
         # Also where the scan counted a torn size as the lower one: what lies behind it goes now.
-        directory.truncate(record_file_name(identity.key), size)
-        num_truncated += 1 if size < record.size else 0
-    return num_truncated
+        directory.truncate(record_file_name(key), size)
+    return int((sizes < cut.sizes).sum())

@@ -9,23 +9,21 @@ from __future__ import annotations
 import enum
 import hashlib
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from flare_cache.index import Record, RecordIndex
+from flare_cache.record import HAS_ROW
 from flare_cache.record_plan import FileSizes
-from flare_cache.scan import ScannedRecord
+from flare_cache.record_table import KEEP_ROW, KEEP_TAIL, RecordTable, big_endian_words, find_digests
 
 __all__ = [
-    "KEEP_ROW",
-    "KEEP_TAIL",
+    "FATE_MASK",
     "Agreement",
-    "KeptRecord",
     "Summary",
     "Verdict",
     "adopt",
@@ -36,9 +34,8 @@ __all__ = [
 ]
 
 DIGEST_BYTES = 32
-KEEP_TAIL = 0x40
-KEEP_ROW = 0x80
-_VERDICT_MASK = 0x0F
+FATE_MASK = 0x0F
+"""What of a verdict byte is the :class:`Verdict`; the rest says which parts stay."""
 _KEPT = 0
 """``Verdict.KEPT``; an enum is compared three times as slowly, and this is asked of every record."""
 
@@ -59,7 +56,7 @@ class Verdict(enum.IntEnum):
     """Least recently used, and the agreed limit is smaller."""
 
 
-class Summary(msgspec.Struct, frozen=True, array_like=True):
+class Summary(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What one rank holds, in the order of its scan.
 
     Attributes:
@@ -82,70 +79,50 @@ class Summary(msgspec.Struct, frozen=True, array_like=True):
         num_bytes = DIGEST_BYTES * len(self.parts)
         return len(self.keys) == len(self.digests) == num_bytes and len(self.sizes) == len(self.parts)
 
-    def key(self, at: int) -> bytes:
-        """Key of record ``at``."""
-        return self.keys[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-
-    def digest(self, at: int) -> bytes:
-        """Digest of record ``at``."""
-        return self.digests[at * DIGEST_BYTES : (at + 1) * DIGEST_BYTES]
-
-
-class KeptRecord(msgspec.Struct, frozen=True):
-    """A record that stays, and what is left of it on every rank."""
-
-    scanned: ScannedRecord
-    has_tail: bool
-    has_row: bool
-    num_bytes: int
-
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
     """What rank zero proposes.
 
     Attributes:
-        kept: parents before children.
+        kept: parents before children, with what is left of each on every rank; sizes are of the largest rank's files.
         oldest_first: their keys in order of use, children before parents.
         verdicts: by rank, one byte for each record of its scan.
         kept_bytes: of the rank with the largest files.
     """
 
-    kept: tuple[KeptRecord, ...]
+    kept: RecordTable
     oldest_first: tuple[bytes, ...]
     verdicts: Mapping[int, bytes]
     kept_bytes: int
 
     def counts(self) -> dict[int, dict[Verdict, int]]:
         """Records by verdict, by rank."""
-        return {
-            rank: {Verdict(code): number for code, number in sorted(Counter(b & _VERDICT_MASK for b in bytes_).items())}
-            for rank, bytes_ in self.verdicts.items()
-        }
+        return {rank: _counts(verdicts) for rank, verdicts in self.verdicts.items()}
 
 
-def summarise(records: Sequence[ScannedRecord]) -> Summary:
+def _counts(verdicts: bytes) -> dict[Verdict, int]:
+    found, numbers = np.unique(np.frombuffer(verdicts, dtype=np.uint8) & FATE_MASK, return_counts=True)
+    return {Verdict(code): number for code, number in zip(found.tolist(), numbers.tolist(), strict=True)}
+
+
+def summarise(records: RecordTable) -> Summary:
     """What a rank tells of its scan."""
-    return Summary(
-        b"".join(record.identity.key for record in records),
-        b"".join(record.invariant_digest for record in records),
-        bytes((KEEP_TAIL if record.has_tail else 0) | (KEEP_ROW if record.has_row else 0) for record in records),
-        [record.size for record in records],
-    )
+    return Summary(records.keys, records.digests.tobytes(), records.parts.tobytes(), records.sizes.tolist())
 
 
 def kept_digest(summary: Summary, verdicts: bytes) -> bytes:
     """SHA-256 over what is kept and what is left of it, in the order of keys; equal on ranks that mean the same."""
-    kept = sorted(
-        summary.key(at) + summary.digest(at) + bytes((verdict,))
-        for at, verdict in enumerate(verdicts)
-        if not verdict & _VERDICT_MASK
-    )
-    return hashlib.sha256(b"flare/join/1" + b"".join(kept)).digest()
+    rows = np.empty(len(summary), dtype=[("key", "V32"), ("digest", "V32"), ("verdict", "u1")])
+    rows["key"] = np.frombuffer(summary.keys, dtype="V32")
+    rows["digest"] = np.frombuffer(summary.digests, dtype="V32")
+    rows["verdict"] = np.frombuffer(verdicts, dtype=np.uint8)
+    kept = rows[np.lexsort(big_endian_words(summary.keys))]
+    return hashlib.sha256(b"flare/join/1" + kept[kept["verdict"] & FATE_MASK == _KEPT].tobytes()).digest()
 
 
 def agree(
-    own: Sequence[ScannedRecord],
+    own: RecordTable,
     summary: Summary,
     *,
     others: Mapping[int, Summary],
@@ -164,29 +141,43 @@ def agree(
     fates, parts = _shared(summary, others)
     tree = _tree(own, summary)
     _drop_unrooted(tree, fates, parts)
-    kept_at = [at for at in tree.parents_first if fates[at] == _KEPT]
-    num_bytes = {
-        at: sizes.largest(own[at].identity, has_tail=bool(parts[at] & KEEP_TAIL), has_row=bool(parts[at] & KEEP_ROW))
-        for at in kept_at
-    }
-    oldest_first = _by_use(tree, kept_at)
-    kept_bytes = sum(num_bytes.values())
-    num_evicted = 0
-    while kept_bytes > limit_bytes:
-        at = oldest_first[num_evicted]
-        kept_bytes -= num_bytes[at]
-        fates[at] = Verdict.OVER_LIMIT
-        num_evicted += 1
-    kept: list[KeptRecord] = []
-    for at in kept_at:
-        if fates[at] == _KEPT:
-            fates[at] = part = parts[at]
-            kept.append(KeptRecord(own[at], bool(part & KEEP_TAIL), bool(part & KEEP_ROW), num_bytes[at]))
-    verdicts = {0: bytes(fates)}
+    kept_at = tree.parents_first[fates[tree.parents_first] == _KEPT]
+    num_bytes = _largest_sizes(own, kept_at, parts, sizes)
+    by_use = _by_use(tree, kept_at)
+    # Cumulated from the last used on: what does not fit beside those used later goes.
+    fits = np.cumsum(num_bytes[by_use][::-1])[::-1] <= limit_bytes
+    fates[kept_at[by_use[~fits]]] = Verdict.OVER_LIMIT
+    oldest_first = kept_at[by_use[fits]]
+    stays = fates[kept_at] == _KEPT
+    kept_at = kept_at[stays]
+    kept = replace(own.taken(kept_at), sizes=num_bytes[stays], parts=parts[kept_at])
+    fates[kept_at] = parts[kept_at]
+    verdicts = {0: fates.tobytes()}
     for rank, other in others.items():
         verdicts[rank] = _peer_verdicts(other, summary, fates)
-    keys = tuple(summary.key(at) for at in oldest_first[num_evicted:])
-    return Agreement(tuple(kept), keys, verdicts, kept_bytes)
+    keys = own.identities["key"][oldest_first].tolist()
+    return Agreement(kept, tuple(keys), verdicts, int(kept.sizes.sum()))
+
+
+def _largest_sizes(
+    own: RecordTable, places: NDArray[np.intp], parts: NDArray[np.uint8], sizes: FileSizes
+) -> NDArray[np.int64]:
+    """What each record at ``places`` takes on the rank where it is largest. Few shapes of record occur."""
+    rows = own.identities[places]
+    shapes = np.stack(
+        [rows["end"] - rows["start"], rows["tail_tokens"], rows["page_tokens"], rows["flags"] & HAS_ROW, parts[places]],
+        axis=1,
+    )
+    _, first, shape_of = np.unique(shapes, axis=0, return_index=True, return_inverse=True)
+    known = [
+        sizes.largest(
+            own[int(places[at])].identity,
+            has_tail=bool(parts[places[at]] & KEEP_TAIL),
+            has_row=bool(parts[places[at]] & KEEP_ROW),
+        )
+        for at in first.tolist()
+    ]
+    return np.array(known, dtype=np.int64)[shape_of.reshape(-1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,93 +193,81 @@ class _Tree:
     """
 
     starts: NDArray[np.int64]
-    parents: list[int]
-    fits: list[bool]
-    has_pages: list[bool]
-    parents_first: list[int]
+    parents: NDArray[np.intp]
+    fits: NDArray[np.bool_]
+    has_pages: NDArray[np.bool_]
+    parents_first: NDArray[np.intp]
 
 
-def _tree(own: Sequence[ScannedRecord], summary: Summary) -> _Tree:
-    identities = [record.identity for record in own]
-    starts = np.array([identity.start for identity in identities], dtype=np.int64)
-    whole_ends = np.array([identity.end - identity.tail_tokens for identity in identities], dtype=np.int64)
-    is_first = np.array([not identity.parent_key for identity in identities], dtype=bool)
-    parents = _find(b"".join(identity.parent_key or identity.key for identity in identities), summary.keys)
+def _tree(own: RecordTable, summary: Summary) -> _Tree:
+    identities = own.identities
+    starts = identities["start"]
+    whole_ends = identities["end"] - identities["tail_tokens"]
+    parents = np.where(own.has_parent, find_digests(identities["parent_key"].tobytes(), summary.keys), -1)
     inside = (parents >= 0) & (starts[parents] < starts) & (starts <= whole_ends[parents])
     return _Tree(
         starts,
-        np.where(is_first, -1, parents).tolist(),
-        np.where(is_first, starts == 0, inside).tolist(),
-        (whole_ends > starts).tolist(),
-        np.argsort(starts, kind="stable").tolist(),
+        parents,
+        np.where(own.has_parent, inside, starts == 0),
+        whole_ends > starts,
+        np.argsort(starts, kind="stable"),
     )
 
 
-def _drop_unrooted(tree: _Tree, fates: list[int], parts: Sequence[int]) -> None:
+def _drop_unrooted(tree: _Tree, fates: NDArray[np.uint8], parts: NDArray[np.uint8]) -> None:
     """Give a fate to what every rank holds and yet cannot stay: its parent is not kept, or nothing is left in it."""
-    for at in tree.parents_first:
-        if fates[at] != _KEPT:
+    is_held = fates == _KEPT
+    is_empty = ~tree.has_pages & ((parts & KEEP_TAIL) == 0)
+    if (is_held & tree.fits & ~is_empty).all():
+        return
+    parents, is_bad = tree.parents.tolist(), (~tree.fits).tolist()
+    is_bare, found = is_empty.tolist(), fates.tolist()
+    for at in tree.parents_first.tolist():
+        if found[at] != _KEPT:
             continue
-        parent = tree.parents[at]
-        if not tree.fits[at] or (parent >= 0 and fates[parent] != _KEPT):
-            fates[at] = Verdict.ORPHANED
-        elif not tree.has_pages[at] and not parts[at] & KEEP_TAIL:
-            fates[at] = Verdict.EMPTY
+        if is_bad[at] or (parents[at] >= 0 and found[parents[at]] != _KEPT):
+            found[at] = Verdict.ORPHANED
+        elif is_bare[at]:
+            found[at] = Verdict.EMPTY
+    fates[:] = found
 
 
-def _shared(own: Summary, others: Mapping[int, Summary]) -> tuple[list[int], list[int]]:
+def _shared(own: Summary, others: Mapping[int, Summary]) -> tuple[NDArray[np.uint8], NDArray[np.uint8]]:
     """For each of rank zero's records: KEPT if every rank holds it, or why not; and what every rank has of it."""
     fates = np.zeros(len(own), dtype=np.uint8)
     parts = np.frombuffer(own.parts, dtype=np.uint8)
     for other in others.values():
-        at = _find(own.digests, other.digests)
-        absent = np.where(_find(own.keys, other.keys) < 0, np.uint8(Verdict.MISSING), np.uint8(Verdict.DIFFERS))
+        at = find_digests(own.digests, other.digests)
+        absent = np.where(find_digests(own.keys, other.keys) < 0, np.uint8(Verdict.MISSING), np.uint8(Verdict.DIFFERS))
         fates = np.where((at < 0) & (fates == Verdict.KEPT), absent, fates)
         parts = np.where(at < 0, parts, parts & _taken(other.parts, at))
-    return fates.tolist(), parts.tolist()
+    return fates, parts
 
 
-def _peer_verdicts(other: Summary, own: Summary, fates: Sequence[int]) -> bytes:
-    at = _find(other.digests, own.digests)
-    absent = np.where(_find(other.keys, own.keys) < 0, np.uint8(Verdict.MISSING), np.uint8(Verdict.DIFFERS))
-    return np.where(at < 0, absent, _taken(bytes(fates), at)).astype(np.uint8).tobytes()
+def _peer_verdicts(other: Summary, own: Summary, fates: NDArray[np.uint8]) -> bytes:
+    at = find_digests(other.digests, own.digests)
+    absent = np.where(find_digests(other.keys, own.keys) < 0, np.uint8(Verdict.MISSING), np.uint8(Verdict.DIFFERS))
+    return np.where(at < 0, absent, _taken(fates.tobytes(), at)).astype(np.uint8).tobytes()
 
 
-def _taken(values: bytes, at: NDArray[np.int64]) -> NDArray[np.uint8]:
+def _taken(values: bytes, at: NDArray[np.intp]) -> NDArray[np.uint8]:
     """``values`` at those places; anything where the place is -1."""
     return np.frombuffer(values or b"\0", dtype=np.uint8)[at]
 
 
-def _find(wanted: bytes, held: bytes) -> NDArray[np.int64]:
-    """For each 32-byte digest or key of ``wanted`` its place in ``held``, or -1.
-
-    Found by the first eight bytes and compared whole. Two different ones that begin alike, which no one will live to
-    see, may hide each other: a record is then taken as absent, never as another.
-    """
-    sought = np.frombuffer(wanted, dtype="<u8").reshape(-1, 4)
-    there = np.frombuffer(held, dtype="<u8").reshape(-1, 4)
-    if not len(there):
-        return np.full(len(sought), -1, dtype=np.int64)
-    order = np.argsort(there[:, 0], kind="stable")
-    places = np.minimum(np.searchsorted(there[order, 0], sought[:, 0]), len(there) - 1)
-    candidates = order[places]
-    return np.where((there[candidates] == sought).all(axis=1), candidates, -1)
-
-
-def _by_use(tree: _Tree, kept_at: Sequence[int]) -> list[int]:
-    """Places of what is kept (given parents first), oldest use first, children before their parents.
+def _by_use(tree: _Tree, kept_at: NDArray[np.intp]) -> NDArray[np.intp]:
+    """Places in ``kept_at`` (parents first), oldest use first, children before their parents.
 
     A record counts as used when the last used of those that extend it was.
     """
-    last_use = list(range(len(tree.parents)))
-    for at in reversed(kept_at):
-        parent = tree.parents[at]
+    parents = tree.parents.tolist()
+    last_use = list(range(len(parents)))
+    for at in reversed(kept_at.tolist()):
+        parent = parents[at]
         if parent >= 0 and last_use[parent] < last_use[at]:
             last_use[parent] = last_use[at]
-    places = np.array(kept_at, dtype=np.int64)
-    uses = np.array(last_use, dtype=np.int64)[places]
-    found: list[int] = places[np.lexsort((-tree.starts[places], uses))].tolist()
-    return found
+    uses = np.array(last_use, dtype=np.int64)[kept_at]
+    return np.lexsort((-tree.starts[kept_at], uses))
 
 
 def common_bytes(summaries: Sequence[Summary]) -> int:
@@ -296,22 +275,24 @@ def common_bytes(summaries: Sequence[Summary]) -> int:
     first, *rest = summaries
     alike = np.ones(len(first), dtype=bool)
     for summary in rest:
-        alike &= _find(first.digests, summary.digests) >= 0
+        alike &= find_digests(first.digests, summary.digests) >= 0
     return sum(itertools.compress(first.sizes, alike))
 
 
 def adopt(agreement: Agreement, page_tokens: int) -> RecordIndex:
     """The index of what was agreed."""
+    kept = agreement.kept
     index = RecordIndex(page_tokens)
     records: dict[bytes, Record] = {}
-    for kept in agreement.kept:
-        identity = kept.scanned.identity
+    for identity, token_ids, num_bytes, part in zip(
+        kept.each_identity(), kept.token_ids, kept.sizes.tolist(), kept.parts.tolist(), strict=True
+    ):
         records[identity.key] = Record(
             identity,
-            kept.scanned.token_ids,
-            kept.num_bytes,
-            tail_tokens=identity.tail_tokens if kept.has_tail else 0,
-            has_row=kept.has_row,
+            token_ids,
+            num_bytes,
+            tail_tokens=identity.tail_tokens if part & KEEP_TAIL else 0,
+            has_row=bool(part & KEEP_ROW),
             parent=records.get(identity.parent_key),
         )
     index.adopt(records.values(), oldest_first=agreement.oldest_first)

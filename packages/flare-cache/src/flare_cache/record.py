@@ -43,6 +43,8 @@ FORMAT = 1
 MIN_READER = 1
 BLOCK_BYTES = 4096
 MAX_HEADER_BYTES = 1 << 20
+MAX_TOKENS = 1 << 40
+MAX_PAGE_TOKENS = 1 << 20
 
 HAS_ROW = 1
 HAS_PARENT = 2
@@ -165,10 +167,10 @@ def identity_problem(identity: RecordIdentity) -> str | None:
     if lengths != (32, 16, 32) or len(identity.parent_key) not in (0, 32):
         return "a key, store id or parent key has the wrong length"
     num_tokens = identity.end - identity.start
-    if not 0 <= identity.start < identity.end <= 1 << 40 or num_tokens > MAX_HEADER_BYTES // 4:
+    if not 0 <= identity.start < identity.end <= MAX_TOKENS or num_tokens > MAX_HEADER_BYTES // 4:
         return f"token range [{identity.start}, {identity.end}) is empty or too long"
     page_tokens, tail_tokens = identity.page_tokens, identity.tail_tokens
-    if not 1 <= page_tokens <= 1 << 20 or not 0 <= tail_tokens < page_tokens:
+    if not 1 <= page_tokens <= MAX_PAGE_TOKENS or not 0 <= tail_tokens < page_tokens:
         return f"{tail_tokens} tail tokens in pages of {page_tokens}"
     if identity.start % page_tokens or (num_tokens - tail_tokens) % page_tokens:
         return f"[{identity.start}, {identity.end}) is not whole pages of {page_tokens} and a tail of {tail_tokens}"
@@ -316,7 +318,8 @@ def decode_header(data: bytes | memoryview) -> RecordHeader:
     implied = (layout.header_bytes, layout.header_bytes, layout.num_pages, layout.pages_end,
                layout.tail_end - layout.pages_end, layout.tail_end, layout.row_end - layout.tail_end, layout.row_end,
                DIGEST_XXH3_128)  # fmt: skip
-    if written != implied or page_bytes % BLOCK_BYTES or row_bytes % BLOCK_BYTES or not page_bytes:
+    is_aligned = page_bytes and not page_bytes % BLOCK_BYTES and not row_bytes % BLOCK_BYTES
+    if written != implied or not is_aligned or bool(row_bytes) != identity.has_row:
         raise RecordError(Problem.INCONSISTENT, f"sizes {written} where the counts imply {implied}")
     at += BOUND.size
     return RecordHeader(

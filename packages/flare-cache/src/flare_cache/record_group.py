@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from flare_cache.directory import RecordDirectory
 from flare_cache.dispatcher import Dispatcher
 from flare_cache.eviction import Budget
@@ -28,10 +30,12 @@ from flare_cache.outcomes import ShardedLimits
 from flare_cache.peer_service import PeerService, ServiceEnd
 from flare_cache.record_link import RECORD_JOIN
 from flare_cache.record_plan import FileSizes, record_bounds
+from flare_cache.record_table import RecordTable, find_digests
 from flare_cache.scan import Scan, save_join_index, scan_directory
 from flare_cache.settings import CacheSettings
 from flare_cache.sharded import ShardedLeader
 from flare_cache.staged import StagedTransport
+from flare_cache.tier_records import JobQueue
 from flare_cache.tier_store import TierContent, TierStore
 from flare_core.errors import ConfigurationMismatch
 from flare_core.geometry import Geometry
@@ -41,7 +45,7 @@ from flare_transport.failpoint import failpoint
 from flare_transport.link import Link
 from flare_transport.router import Router
 
-__all__ = ["LeaderGroup", "PeerGroup", "RankSetup", "start_leader", "start_peer"]
+__all__ = ["LeaderGroup", "PeerGroup", "RankSetup", "new_store", "start_leader", "start_peer"]
 
 _STORE_ID_BYTES = 16
 _ABORT_SECONDS = 2.0
@@ -104,12 +108,11 @@ class RankSetup:
         scan = self.scan()
         if self.directory is None or scan is None:
             return
-        order = {key: position for position, key in enumerate(keys_by_use)}
-        records = sorted(scan.records, key=lambda record: order.get(record.identity.key, -1))
+        place = find_digests(scan.records.keys, b"".join(keys_by_use))
         failpoint("join.save-hint")
         save_join_index(
             self.directory,
-            records,
+            scan.records.taken(np.argsort(place, kind="stable")),
             geometry=self.geometry,
             set_fingerprint=self.settings.identity.fingerprint(),
         )
@@ -216,7 +219,7 @@ def start_leader(
             lines = [str(error) or type(error).__name__]
             _abandon(transport, links, Refused(lines, isinstance(error, ConfigurationMismatch)))
             raise
-        store = _new_store(setup, sizes, joined, dispatcher)
+        store = new_store(setup, sizes, joined=joined, jobs=dispatcher)
     failpoint("join.joined")
     dispatcher.start(transport, links)
     return LeaderGroup(store, dispatcher, transport, joined.report, setup)
@@ -238,11 +241,11 @@ def _join_leader(
     scan = setup.scan()
     leader = JoinLeader(
         make_statement(setup.settings, setup.geometry, setup.directory, scan),
-        scan.records if scan is not None else [],
+        scan.records if scan is not None else RecordTable.of(()),
         world_size=setup.settings.identity.world_size,
         sizes=sizes,
         accept_loss=setup.settings.accept_loss,
-        draw_set_id=lambda: secrets.token_bytes(_STORE_ID_BYTES),
+        draw_set_id=_draw_store_id,
     )
     return join_as_leader(
         leader, links, inbox, lambda effect: setup.apply(scan, effect), timeout_seconds=timeout_seconds
@@ -290,12 +293,24 @@ def _join_peer(setup: RankSetup, link: Link, inbox: JoinInbox, timeout_seconds: 
     scan = setup.scan()
     peer = JoinPeer(
         make_statement(setup.settings, setup.geometry, setup.directory, scan),
-        scan.records if scan is not None else [],
+        scan.records if scan is not None else RecordTable.of(()),
     )
     return join_as_peer(peer, link, inbox, lambda effect: setup.apply(scan, effect), timeout_seconds=timeout_seconds)
 
 
-def _new_store(setup: RankSetup, sizes: FileSizes, joined: Finished, dispatcher: Dispatcher) -> TierStore:
+def _draw_store_id() -> bytes:
+    return secrets.token_bytes(_STORE_ID_BYTES)
+
+
+def new_store(
+    setup: RankSetup,
+    sizes: FileSizes,
+    *,
+    joined: Finished,
+    jobs: JobQueue,
+    clock: Callable[[], float] = time.monotonic,
+    draw_store_id: Callable[[], bytes] = _draw_store_id,
+) -> TierStore:
     """The engine's prefix store over what was agreed."""
     settings = setup.settings
     return TierStore(
@@ -306,10 +321,10 @@ def _new_store(setup: RankSetup, sizes: FileSizes, joined: Finished, dispatcher:
             max_record_bytes=settings.max_record_bytes,
         ),
         sizes=sizes,
-        jobs=dispatcher,
+        jobs=jobs,
         has_rows=setup.geometry.row_bytes > 0,
-        clock=time.monotonic,
-        draw_store_id=lambda: secrets.token_bytes(_STORE_ID_BYTES),
+        clock=clock,
+        draw_store_id=draw_store_id,
         min_restore_tokens=settings.min_tail_tokens,
     )
 
