@@ -15,6 +15,7 @@ __all__ = ["main"]
 BENCHMARKS = {
     "engine": ["flare_qualify.bench_engine", "--json"],
     "batching": ["flare_qualify.bench_batching", "--json"],
+    "ranks": ["flare_qualify.bench_ranks", "--json"],
     "cache": ["flare_cli", "bench", "cache", "--job-latency", "--json"],
     "planning": ["flare_qualify.bench_cache_planning"],
 }

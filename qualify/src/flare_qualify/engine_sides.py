@@ -84,18 +84,27 @@ class FlareSide:
     lengths: list[int] = field(default_factory=list)
 
     @classmethod
-    def load(cls, directory: Path, max_batch: int, longest: int) -> FlareSide:
-        """Load the model with room for ``max_batch`` sequences of ``longest`` tokens."""
+    def load(cls, directory: Path, max_batch: int, longest: int, **place: Any) -> FlareSide:
+        """Load the model with room for ``max_batch`` sequences of ``longest`` tokens.
+
+        ``place``: rank, world size and collectives, where it is one of several ranks.
+        """
         slot_pages = -(-longest // PAGE_TOKENS)
-        loaded = load_runner(directory, num_pages=max_batch * slot_pages, max_sequences=max_batch)
+        loaded = load_runner(directory, num_pages=max_batch * slot_pages, max_sequences=max_batch, **place)
         return cls(loaded, slot_pages)
 
     def _launch(self, *runs: Run, starts: tuple[SequenceStart, ...] = ()) -> None:
         self.step += 1
         self.loaded.runner.launch(StepPlan(step=self.step, starts=starts, runs=runs)).result()
 
-    def fill(self, context: int, batch: int) -> None:
-        """Put ``context`` tokens into each of ``batch`` slots."""
+    @staticmethod
+    def num_fill_steps(context: int) -> int:
+        """Steps that :meth:`fill` takes a slot."""
+        return -(-(context - 1) // CHUNK) + 1
+
+    def fill(self, context: int, batch: int) -> float:
+        """Put ``context`` tokens into each of ``batch`` slots; tokens per second."""
+        begin = perf_counter()
         params = SamplingParams(max_tokens=1 << 20, temperature=0.0)
         for slot in range(batch):
             token_ids = self._prompt(context, slot).tobytes()
@@ -107,6 +116,7 @@ class FlareSide:
                 starts, pages = (), ()
             self._launch(Run(slot, RunKind.FIRST, context - 1, 1))
         self.lengths = [context] * batch
+        return context * batch / (perf_counter() - begin)
 
     def _prompt(self, context: int, slot: int) -> NDArray[np.uint32]:
         return np.array(prompt_ids(context, self.loaded.config.vocab_size, slot=slot), dtype="<u4")
