@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
 import threading
 
 from flare_cache.disk_shelf import Durability
@@ -26,7 +25,8 @@ def test_a_directory_is_never_synced_again_once_that_failed(open_rank, new_ident
         raise OSError(errno.EIO, "Input/output error")
 
     monkeypatch.setattr(os, "fsync", fsync)
-    jobs = [rank.submit_store(new_identity(name)) for name in "ab"]
+    records = [new_identity(name, has_row=False) for name in "ab"]
+    jobs = [rank.submit_store(record, first_page=8 * at) for at, record in enumerate(records)]
     assert [rank.result(job).status for job in jobs] == [JobStatus.FAILED, JobStatus.FAILED]
     assert len(calls) == 1
     assert rank.names() == []
@@ -34,18 +34,27 @@ def test_a_directory_is_never_synced_again_once_that_failed(open_rank, new_ident
 
 
 def test_a_file_system_that_goes_read_only_fails_stores_and_removals_and_is_still_read(
-    open_rank, new_identity, mounted
+    open_rank, new_identity, monkeypatch
 ) -> None:
-    path = mounted("size=1m,mode=0700")
-    rank = open_rank(path=path)
+    rank = open_rank()
     rank.fill()
     assert rank.store(new_identity("a")).status is JobStatus.OK
-    subprocess.run(["mount", "-o", "remount,ro", path], check=True)
-    charged = rank.directory.charged_bytes
-    assert rank.store(new_identity("b")).reason.startswith("EROFS")
-    assert rank.unlink(new_identity("a")).reason.startswith("EROFS")
-    assert rank.truncate(new_identity("a")).reason.startswith("EROFS")
-    assert rank.directory.charged_bytes == charged
-    assert rank.fetch(new_identity("a")).status is JobStatus.OK
-    subprocess.run(["mount", "-o", "remount,rw", path], check=True)
+    charged, names = rank.directory.charged_bytes, rank.names()
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    def open_to_read(name: str, flags: int, *more: object, **options: object) -> int:
+        return refuse() if flags & (os.O_WRONLY | os.O_RDWR) else real(name, flags, *more, **options)
+
+    real = os.open
+    with monkeypatch.context() as context:
+        for call in ("unlink", "link", "ftruncate"):
+            context.setattr(os, call, refuse)
+        context.setattr(os, "open", open_to_read)
+        assert rank.store(new_identity("b")).reason.startswith("EROFS")
+        assert rank.unlink(new_identity("a")).reason.startswith("EROFS")
+        assert rank.truncate(new_identity("a")).reason.startswith("EROFS")
+        assert (rank.directory.charged_bytes, rank.names()) == (charged, names)
+        assert rank.fetch(new_identity("a")).status is JobStatus.OK
     assert rank.store(new_identity("b")).status is JobStatus.OK

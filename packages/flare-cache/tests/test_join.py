@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from flare_cache.index import Record
 from flare_cache.jobs import RecordIdentity
 from flare_cache.join import ApplyHere, Finished, JoinFailed, JoinLeader, JoinPeer, Tell
+from flare_cache.join_loss import MAX_CRASH_RECORDS
 from flare_cache.join_messages import (
     Applied,
     decode_message,
@@ -304,6 +305,18 @@ def test_an_empty_directory_that_would_cost_the_group_its_records_needs_consent(
     assert join([[], scan, scan]).errors[1].args[0].count("rank 0") == 1
     # What the others do not share would go anyway.
     assert join([scan, [record(3)], []]).errors == {}
+
+
+def test_a_directory_of_the_group_without_records_needs_no_consent():
+    # A rank that was killed during the group's first store has none, and the others' must go.
+    statements = [statement(rank, 2, set_id=SET_ID) for rank in range(2)]
+    outcome = join([[record(1)], []], statements=statements)
+    assert outcome.errors == {}
+    assert outcome.finished[0].report.num_kept == 0
+    # More than can have been under way at once is no trace of a kill.
+    many = [record(number) for number in range(1, MAX_CRASH_RECORDS + 2)]
+    assert join([many[:-1], []], statements=statements).errors == {}
+    assert "rank 1 (/records/1) is empty" in str(join([many, []], statements=statements).errors[0])
 
 
 def test_directories_of_different_groups_need_consent_and_an_id_is_adopted():

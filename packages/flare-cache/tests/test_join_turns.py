@@ -107,7 +107,7 @@ def test_the_leader_knows_whom_it_waits_for():
     ("event", "text"),
     [
         (lambda leader: leader.receive(1, Broken("disk full")), "rank 1: disk full"),
-        (lambda leader: leader.lost(1, "reset"), "rank 1 was lost during the join: reset"),
+        (lambda leader: leader.lost(1, "reset"), "link-lost: rank 1 was lost during the join: reset"),
         (lambda leader: leader.failed("read-only"), "rank 0: read-only"),
     ],
 )

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from flare_cache.join_loss import loss_objection
 from flare_cache.join_messages import (
     CHUNK_RECORDS,
     Applied,
@@ -38,11 +39,11 @@ from flare_cache.join_messages import (
     VerdictChunk,
 )
 from flare_cache.join_report import JoinReport, RankReport, agreed_limits, disk_limit_of
-from flare_cache.join_set import FATE_MASK, Agreement, Summary, Verdict, agree, common_bytes, kept_digest, summarise
+from flare_cache.join_set import FATE_MASK, Agreement, Summary, Verdict, agree, kept_digest, summarise
 from flare_cache.record_plan import FileSizes
 from flare_cache.record_table import RecordTable
 from flare_cache.settings import Statement, describe_mismatches
-from flare_core.errors import ConfigurationMismatch, FlareError, UsageError
+from flare_core.errors import ConfigurationMismatch, FlareError, Poisoned, PoisonReason, UsageError, poison_reason
 
 __all__ = ["ApplyHere", "Finished", "JoinEffect", "JoinFailed", "JoinLeader", "JoinPeer", "Tell"]
 
@@ -83,7 +84,12 @@ JoinEffect = Tell | ApplyHere | Finished | JoinFailed
 
 def _refusal(refused: Refused) -> FlareError:
     message = "\n".join(refused.lines)
-    return ConfigurationMismatch(message) if refused.is_mismatch else UsageError(message)
+    fault = UsageError if poison_reason(message) is None else Poisoned
+    return ConfigurationMismatch(message) if refused.is_mismatch else fault(message)
+
+
+def _lost(rank: int, reason: str) -> str:
+    return f"{PoisonReason.LINK_LOST}: rank {rank} was lost during the join: {reason}"
 
 
 def _joined(parts: Sequence[Summary]) -> Summary:
@@ -183,7 +189,7 @@ class JoinLeader:
 
     def lost(self, rank: int, reason: str) -> list[JoinEffect]:
         """The link of ``rank`` ended, or time is up."""
-        return [] if self._phase is _Phase.OVER else self._refuse([f"rank {rank} was lost during the join: {reason}"])
+        return [] if self._phase is _Phase.OVER else self._refuse([_lost(rank, reason)])
 
     def _is_chunk_due(self, rank: int, part: Summary) -> bool:
         return rank in self._chunks and part.is_well_formed() and 0 < len(part) <= self._num_records_due(rank)
@@ -218,7 +224,7 @@ class JoinLeader:
             return self._refuse(["ranks were started with settings that must be equal:", *mismatches], is_mismatch=True)
         own = summarise(self._records)
         summaries = {rank: _joined(self._chunks[rank]) for rank in range(1, self._world_size)}
-        objection = self._set_ids(statements) or self._loss([own, *summaries.values()], statements)
+        objection = self._set_ids(statements) or loss_objection([own, *summaries.values()], statements)
         if objection is not None and not self._accept_loss:
             return self._refuse([objection])
         disk_limit, _ = agreed_limits(statements)
@@ -251,21 +257,6 @@ class JoinLeader:
         return (
             f"record directories belong to different groups: {named}; give each rank the directory it had, or accept "
             "that records are lost with --prefix-cache-accept-loss"
-        )
-
-    def _loss(self, summaries: Sequence[Summary], statements: Sequence[Statement]) -> str | None:
-        """An objection where over half of the group's bytes would go because some directory is empty."""
-        empty = [rank for rank, summary in enumerate(summaries) if len(summary) == 0]
-        holding = sorted((summary for summary in summaries if len(summary)), key=lambda one: -sum(one.sizes))
-        if not empty or not holding:
-            return None
-        lost_bytes = common_bytes(holding)
-        if 2 * lost_bytes <= sum(holding[0].sizes):
-            return None
-        named = ", ".join(f"rank {rank} ({statements[rank].directory})" for rank in empty)
-        return (
-            f"{lost_bytes} bytes of records a rank would be lost, because the directory of {named} is empty; give the "
-            "directory it had, or accept the loss with --prefix-cache-accept-loss"
         )
 
     def _apply(self) -> list[JoinEffect]:
@@ -370,7 +361,7 @@ class JoinPeer:
         if self._is_over:
             return []
         self._is_over = True
-        return [JoinFailed(UsageError(f"rank 0 was lost during the join: {reason}"))]
+        return [JoinFailed(Poisoned(_lost(0, reason)))]
 
     def failed(self, reason: str) -> list[JoinEffect]:
         """This rank cannot go on; every rank is to be told so."""

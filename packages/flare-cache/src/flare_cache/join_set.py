@@ -28,7 +28,7 @@ __all__ = [
     "Verdict",
     "adopt",
     "agree",
-    "common_bytes",
+    "common_records",
     "kept_digest",
     "summarise",
 ]
@@ -270,13 +270,13 @@ def _by_use(tree: _Tree, kept_at: NDArray[np.intp]) -> NDArray[np.intp]:
     return np.lexsort((-tree.starts[kept_at], uses))
 
 
-def common_bytes(summaries: Sequence[Summary]) -> int:
-    """Bytes of the records that all of ``summaries`` hold alike, by the sizes of the first."""
+def common_records(summaries: Sequence[Summary]) -> tuple[int, int]:
+    """How many records all of ``summaries`` hold alike, and their bytes by the sizes of the first."""
     first, *rest = summaries
     alike = np.ones(len(first), dtype=bool)
     for summary in rest:
         alike &= find_digests(first.digests, summary.digests) >= 0
-    return sum(itertools.compress(first.sizes, alike))
+    return int(alike.sum()), sum(itertools.compress(first.sizes, alike))
 
 
 def adopt(agreement: Agreement, page_tokens: int) -> RecordIndex:

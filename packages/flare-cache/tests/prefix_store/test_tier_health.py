@@ -24,9 +24,9 @@ def health(bench, tier: Tier = Tier.DISK):
 def test_a_rank_without_a_place_pauses_stores_until_one_succeeds(new_bench, code):
     bench = new_bench()
     failed = bench.ask(prompt(1))
-    bench.end("failed", reason=f"{code}: no", rank=2)
-    assert bench.events[failed] == StoreFinished(failed, 0, f"rank 2: {code}: no")
-    assert health(bench) == (f"paused, as rank 2 had no place: {code}: no", None)
+    bench.end("failed", reason=f"{code}: no", rank=0)
+    assert bench.events[failed] == StoreFinished(failed, 0, f"rank 0: {code}: no")
+    assert health(bench) == (f"paused, as rank 0 had no place: {code}: no", None)
     bench.now += RETRY_SECONDS / 2
     assert bench.ask(prompt(1)) is None
     assert bench.ops() == []

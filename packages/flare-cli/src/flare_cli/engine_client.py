@@ -240,8 +240,11 @@ class EngineClient:
 
     def _lose(self, message: str) -> None:
         if self.state in {EngineState.READY, EngineState.DRAINING}:
-            self._poisoned[poison_reason(message)] += 1
+            self._poisoned[poison_reason(message) or PoisonReason.INTERNAL] += 1
         self.state, self.detail = EngineState.LOST, message
         pending, self._pending = self._pending, {}
         for output in pending.values():
             output.queue.put_nowait((output.tag, Lost(message)))
+        for waiter in self._resets.values():
+            if not waiter.done():
+                waiter.set_exception(EngineUnavailable(message))

@@ -50,7 +50,7 @@ class ConfigurationMismatch(FlareError):
 
 
 class Poisoned(FlareError):
-    """Ranks can no longer account for each other's transfers: nothing is reported any more, the process exits."""
+    """A rank is lost, or can no longer be accounted for: nothing is reported any more, the process exits."""
 
     exit_code: ClassVar[int] = 70
 
@@ -82,12 +82,12 @@ class PoisonReason(enum.StrEnum):
     """A peer was told to end, and nobody drained the group."""
 
 
-def poison_reason(message: str) -> PoisonReason:
-    """The reason that begins ``message``; INTERNAL where none does."""
+def poison_reason(message: str) -> PoisonReason | None:
+    """The reason that begins ``message``, or None."""
     try:
         return PoisonReason(message.partition(":")[0])
     except ValueError:
-        return PoisonReason.INTERNAL
+        return None
 
 
 class RequestError(FlareError):
