@@ -71,7 +71,7 @@ def ls(suite: str | None) -> None:
 @click.option("--keep", is_flag=True, help="Keep the files of scenarios that passed.")
 @_directory_option
 @click.pass_context
-def run(context: click.Context, names: tuple[str, ...], directory: Path, **options: Any) -> None:
+def run(context: click.Context, /, names: tuple[str, ...], directory: Path, **options: Any) -> None:
     """Run the scenarios called NAME, or the whole suite; exit code 1 when any of them does not pass."""
     known = all_scenarios()
     console = Console()
@@ -123,7 +123,7 @@ def report(context: click.Context, directory: Path) -> None:
     help="Where the history lies.",
 )
 @click.pass_context
-def http(context: click.Context, url: str, model: str | None, directory: Path, seed: int, **options: Any) -> None:
+def http(context: click.Context, /, url: str, model: str | None, directory: Path, seed: int, **options: Any) -> None:
     """Put the OpenAI-compatible server at URL (http://127.0.0.1:8000) under what needs no access to its machine."""
     url = url.rstrip("/").removesuffix("/v1")
     try:
@@ -168,8 +168,10 @@ def _print_result(console: Console, result: RunResult, directory: RunDirectory) 
     for name, number in sorted(total.figures.items()):
         table.add_row(name.replace("_", " "), f"{number:,}")
     console.print(table)
-    console.print(headline(result), highlight=False)
-    console.print(f"{directory.root / RESULT_NAME}, {directory.root / REPORT_NAME}", style="dim", highlight=False)
+    console.print(headline(result), highlight=False, soft_wrap=True)
+    console.print(
+        f"{directory.root / RESULT_NAME}, {directory.root / REPORT_NAME}", style="dim", highlight=False, soft_wrap=True
+    )
 
 
 def main() -> None:

@@ -136,9 +136,11 @@ class _Runner:
         style = STYLES[outcome.verdict]
         line = f"[{style}]{outcome.verdict:>12}[/] {scenario.name:<40} {outcome.seconds:6.1f} s"
         line += f"  {outcome.tally.faults} faults, {outcome.tally.restores} restores"
-        self.console.print(line, highlight=False)
+        self.console.print(line, highlight=False, soft_wrap=True)
         if outcome.reason:
-            self.console.print(f"             {outcome.reason[:1500]}", style="dim", highlight=False, markup=False)
+            self.console.print(
+                f"             {outcome.reason[:1500]}", style="dim", highlight=False, markup=False, soft_wrap=True
+            )
 
     def _write(self) -> None:
         directory = self.settings.directory

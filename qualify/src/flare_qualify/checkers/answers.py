@@ -21,7 +21,7 @@ def count_differences(text: str, logprobs: tuple[TopLogprobs, ...], reference: A
     answer may end early: then it must be a beginning.
     """
     if not is_whole:
-        wrong = sum(one != other for one, other in zip(logprobs, reference.logprobs, strict=False))
+        wrong = sum(1 for one, other in zip(logprobs, reference.logprobs, strict=False) if one != other)
         return wrong or int(not reference.text.startswith(text))
     has_both = bool(logprobs) and bool(reference.logprobs)
     by_position = sum(one != other for one, other in zip_longest(logprobs, reference.logprobs)) if has_both else 0

@@ -23,11 +23,10 @@ def records_of(group: Group, rank: int) -> dict[str, RecordSummary]:
 
 
 def temporary_files(group: Group, rank: int) -> list[str]:
-    """Files that are neither records nor the directory's own: what a store leaves when it is killed."""
+    """Files of flare's that are being written: what a store leaves when it is killed."""
     directory = group.record_directory(rank)
-    own = {"LOCK", "set.json", "join.idx"}
     names = (path.name for path in directory.iterdir()) if directory.is_dir() else ()
-    return sorted(name for name in names if not name.endswith(".rec") and name not in own)
+    return sorted(name for name in names if name.endswith(".tmp"))
 
 
 def check_parity(context: Context, group: Group, when: str) -> int:
@@ -45,10 +44,9 @@ def check_parity(context: Context, group: Group, when: str) -> int:
         }
         if len(states) > 1:
             bad.append(f"{name[:12]}: {['absent' if record is None else record.size for record in held]}")
-    files = [{file.name for file in group.record_files(rank)} for rank in range(group.world_size)]
-    bad += [
-        f"{name[:12]}: a file on some ranks only" for name in sorted(set().union(*files) - set.intersection(*files))
-    ]
+    files = [frozenset(file.name for file in group.record_files(rank)) for rank in range(group.world_size)]
+    uneven = frozenset[str]().union(*files) - files[0].intersection(*files)
+    bad += [f"{name[:12]}: a file on some ranks only" for name in sorted(uneven)]
     context.damage(Damage.PARTIALLY_VISIBLE, len(bad), f"{when}: {'; '.join(bad[:5])}")
     for rank, records in enumerate(ranks):
         odd = [record.name[:12] for record in records.values() if not _size_fits(record)]

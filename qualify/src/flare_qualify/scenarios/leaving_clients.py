@@ -6,6 +6,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.pages import check_pages_at_rest, snapshot
@@ -21,7 +22,7 @@ from flare_qualify.workloads.requests import ask, begin, drop_device_copies
 __all__ = ["SCENARIOS"]
 
 
-def _leave_after(group: Group, body: dict[str, object], seconds: float) -> None:
+def _leave_after(group: Group, body: dict[str, Any], seconds: float) -> None:
     data = json.dumps({"stream": True, "max_tokens": 64, "ignore_eos": True} | body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     with socket.create_connection((group.host, group.port), timeout=30) as connection:

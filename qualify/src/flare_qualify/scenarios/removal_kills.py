@@ -115,7 +115,8 @@ def _restore_what_is_left(context: Context, group: Group, references: References
     """Every prompt is answered right, and what the records on disk hold is restored."""
     num_records = len(records_of(group, 0))
     restored = 0
-    for number in range(_NUM_PROMPTS):
+    # The latest first: what is stored anew evicts the oldest.
+    for number in reversed(range(_NUM_PROMPTS)):
         drop_device_copies(group.url)
         result = attempt(group.url, prompt_of(number))
         references.compare_attempt(str(number), result)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.records import ReportedRecords
@@ -59,7 +60,7 @@ class Chain:
         self.references.compare("chain", answer)
         return self.context.restored(answer, at_least=len(self.prompt) - 1, tier=tier)
 
-    def request_options(self) -> dict[str, str]:
+    def request_options(self) -> dict[str, Any]:
         """Fields that a request for the chain's prompt needs to find it."""
         return {"cache_salt": _SALT}
 

@@ -67,7 +67,8 @@ def _bad_values(vocab_size: int, max_len: int) -> Iterator[Hostile]:
     for count in (-1, 0, 20, 21, 1 << 20, vocab_size):
         yield _completion(f"logprobs {count}", logprobs=count)
         yield _completion(f"prompt_logprobs {count}", prompt_logprobs=count)
-    for value in (-1, 1e308, "hot", None, [], {}):
+    values: tuple[Any, ...] = (-1, 1e308, "hot", None, [], {})
+    for value in values:
         for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "seed"):
             yield _completion(f"{name} {value}", **{name: value})
     yield _completion("empty prompt", prompt="")
