@@ -50,6 +50,19 @@ def test_a_flipped_header_is_a_miss_and_can_still_be_unlinked(open_rank, new_ide
         assert rank.names() == []
 
 
+@pytest.mark.parametrize("at", [*range(9), 10, 12, 13, 14, 15, 48, 100])
+def test_a_flipped_header_of_this_set_is_removed_at_the_join(open_rank, new_identity, at) -> None:
+    # A length that cannot be leaves the set readable; left alone, the file would refuse its key to every later store.
+    rank = open_rank()
+    record = new_identity()
+    rank.store(record)
+    data = rank.path(record).read_bytes()
+    change_bytes(rank.path(record), at, bytes([data[at] ^ (1 if at == 10 else 0x20)]))
+    scan = rank.scan()
+    assert [file.name for file in scan.damaged] == [rank.path(record).name]
+    assert not scan.left
+
+
 @pytest.mark.parametrize(("section", "name"), [(0, "section 0"), (2, "section 2"), (3, "section 3"), (4, "the row")])
 @pytest.mark.parametrize("within", [0, 4095])
 def test_a_flipped_page_tail_or_row_is_a_miss_that_names_it(open_rank, new_identity, section, name, within) -> None:

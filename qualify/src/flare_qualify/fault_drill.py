@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import struct
 import threading
 import time
 from collections.abc import Iterator
@@ -15,14 +16,15 @@ from dataclasses import dataclass, field
 from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.pages import check_pages_at_rest, snapshot
 from flare_qualify.checkers.processes import check_all_gone
-from flare_qualify.checkers.records import ReportedRecords, check_parity
+from flare_qualify.checkers.records import ReportedRecords, check_parity, records_of
 from flare_qualify.client import Answer, ServerError
+from flare_qualify.faults.record_trial import Found
 from flare_qualify.group import Group
 from flare_qualify.run_context import Context
 from flare_qualify.workloads.prompts import prompt_of
 from flare_qualify.workloads.requests import Attempt, ask, attempt, drop_device_copies
 
-__all__ = ["GONE_SECONDS", "Drill", "Traffic", "open_drill"]
+__all__ = ["GONE_SECONDS", "Drill", "Traffic", "note_restores", "open_drill"]
 
 GONE_SECONDS = 7.0
 """From a fault on a link to the end of the last process: 5 s of silence, and 2 for everything else."""
@@ -51,18 +53,22 @@ class Traffic:
 
 @dataclass(slots=True)
 class Drill:
-    """A group over an oracle model whose answers to ``prompts`` are known and whose records are on disk."""
+    """A group over an oracle model whose answers to ``prompts`` are known and whose records are on disk.
+
+    ``side`` are prompts that traffic asks where it is to need no disk: nobody else asks them.
+    """
 
     context: Context
     group: Group
     model: str
     prompts: dict[str, list[int]]
+    side: dict[str, list[int]]
     references: References
     reported: ReportedRecords
 
     def learn(self) -> None:
         """Ask every prompt cold, hold the answers against the oracle, and note what is stored then."""
-        for name, prompt in self.prompts.items():
+        for name, prompt in (self.prompts | self.side).items():
             self._learn_one(name, prompt)
         self.reported.note(self.group)
 
@@ -76,8 +82,16 @@ class Drill:
         self.group.wait_stored()
 
     def _learn_one(self, name: str, prompt: list[int]) -> None:
-        answer = ask(self.group.url, prompt)
+        answer = ask(self.group.url, prompt, cache_salt=name)
         self.references.learn_oracle(name, answer, model=self.model, prompt=prompt, world_size=self.group.world_size)
+
+    def file_of(self, name: str) -> str:
+        """Name of the record that holds a prompt from its start to its end; empty where there is none."""
+        token_ids = struct.pack(f"<{_PROMPT_TOKENS - 1}I", *self.prompts[name][:-1])
+        for file, record in records_of(self.group, 0).items():
+            if not record.header.identity.parent_key and record.header.token_ids == token_ids:
+                return file
+        return ""
 
     def job_failures(self, op: str, rank: int) -> dict[str, int]:
         """Failed jobs of this operation on this rank since the start, by reason."""
@@ -90,7 +104,7 @@ class Drill:
         answers: dict[str, Answer] = {}
         num_restored = 0
         for name, prompt in self.prompts.items():
-            answers[name] = answer = ask(self.group.url, prompt)
+            answers[name] = answer = ask(self.group.url, prompt, cache_salt=name)
             self.references.compare(name, answer)
             num_restored += self.context.restored(answer)
         if restore:
@@ -101,8 +115,8 @@ class Drill:
     def traffic(self, *, restoring: bool = True, new: bool = False) -> Iterator[Traffic]:
         """A client that asks while the context lasts.
 
-        ``restoring``: every request must fetch records from disk. ``new``: every prompt is new to the group, so that
-        every request stores records.
+        ``restoring``: every request must fetch records from disk; otherwise it finds all on the device. ``new``: every
+        prompt is new to the group, so that every request stores records.
         """
         traffic = Traffic()
         arguments = (traffic, restoring, new)
@@ -115,16 +129,17 @@ class Drill:
             thread.join()
 
     def _ask_on(self, traffic: Traffic, restoring: bool, new: bool) -> None:
-        for name in itertools.cycle(self.prompts):
+        prompts = self.prompts if restoring or new else self.side
+        for name in itertools.cycle(prompts):
             if traffic.stopping.is_set():
                 break
             if restoring:
                 with contextlib.suppress(OSError, ServerError):
                     drop_device_copies(self.group.url)
             # Another salt makes it another prompt to every cache, and leaves the answer as it is.
-            options = {"cache_salt": f"{name} {time.monotonic_ns()}"} if new else {}
+            salt = f"{name} {time.monotonic_ns()}" if new else name
             started_at = time.monotonic()
-            found = attempt(self.group.url, self.prompts[name], timeout=30.0, **options)
+            found = attempt(self.group.url, prompts[name], timeout=30.0, cache_salt=salt)
             traffic.asked.append(_Asked(name, started_at, found))
             if found.answer is None:
                 break
@@ -184,10 +199,11 @@ class Drill:
 def open_drill(context: Context, group: Group, *, model: str = "oracle", num_prompts: int = 3) -> Iterator[Drill]:
     """Start the group unless it runs, and teach the drill its answers; every process of the group is gone afterwards.
 
-    The prompts share nothing with each other.
+    The prompts share nothing with each other: each has a salt of its own, its name.
     """
     prompts = {f"prompt {number}": prompt_of(number, _PROMPT_TOKENS) for number in range(num_prompts)}
-    drill = Drill(context, group, model, prompts, References(context), ReportedRecords(context))
+    side = {"side prompt": prompt_of(9_999, _PROMPT_TOKENS)}
+    drill = Drill(context, group, model, prompts, side, References(context), ReportedRecords(context))
     try:
         if not group.processes:
             group.start()
@@ -195,3 +211,10 @@ def open_drill(context: Context, group: Group, *, model: str = "oracle", num_pro
         yield drill
     finally:
         group.kill_all()
+
+
+def note_restores(context: Context, found: Found) -> None:
+    """Count what a group without an engine has restored, and compared byte for byte."""
+    if found.tokens:
+        seconds = round(found.seconds, 4)
+        context.history.append("restored", tokens=found.tokens, tier="disk", seconds=seconds, prompt=found.tokens)

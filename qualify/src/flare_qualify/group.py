@@ -54,7 +54,7 @@ class Group:
         disk: give every rank a record directory.
         environment: variables added to every rank's. rank_environment: variables of one rank, by rank.
         rank_prefix: words before the command of one rank, by rank (``strace …``, ``ip netns exec …``).
-        host: address at which rank zero serves and the ranks meet.
+        host: address at which the ranks meet, and rank zero serves unless ``api_host`` is another one.
         run: number of the last start; each start's logs are kept.
     """
 
@@ -68,6 +68,7 @@ class Group:
     rank_environment: dict[int, dict[str, str]] = field(default_factory=dict)
     rank_prefix: dict[int, Sequence[str]] = field(default_factory=dict)
     host: str = "127.0.0.1"
+    api_host: str = ""
     run: int = 0
     port: int = 0
     rendezvous_port: int = 0
@@ -76,7 +77,7 @@ class Group:
     @property
     def url(self) -> str:
         """Base address of rank zero's API."""
-        return f"http://{self.host}:{self.port}"
+        return f"http://{self.api_host or self.host}:{self.port}"
 
     def record_directory(self, rank: int) -> Path:
         """Where this rank keeps its records."""
@@ -168,7 +169,7 @@ class Group:
         if self.world_size > 1:
             command += ["--rendezvous", rendezvous, "--key-file", str(key)]
         if rank == 0:
-            command += ["--host", self.host, "--port", str(self.port)]
+            command += ["--host", self.api_host or self.host, "--port", str(self.port)]
         if self.disk:
             command += ["--prefix-cache-disk", str(self.record_directory(rank))]
         return [*self.rank_prefix.get(rank, ()), *command, *self.options, *self.rank_options.get(rank, ())]

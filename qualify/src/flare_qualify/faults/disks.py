@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flare_qualify.faults.commands import FaultError, run, write_control_file
-from flare_qualify.faults.names import BLKIO_ROOT, unique_name
+from flare_qualify.faults.names import BLKIO_ROOT, sweep_leftovers, unique_name
 
 __all__ = ["MIB", "LoopDisk", "PowerCut", "fill", "loop_disk", "physical_offset", "slowed_down", "small_tmpfs"]
 
@@ -85,6 +85,10 @@ class LoopDisk:
         run("sh", "-c", 'e2fsck -fy "$0" > /dev/null 2>&1; test $? -lt 4', self.device)
         run("mount", "-o", self.options, self.device, self.path)
 
+    def sync(self) -> None:
+        """Write everything that programs have written to the device."""
+        run("sync", "-f", self.path)
+
     def turn_read_only(self) -> str:
         """The kernel finds an error in the file system and goes on read-only; the evidence."""
         name = Path(self.device).name
@@ -148,6 +152,7 @@ def loop_disk(path: Path, *, num_bytes: int = 64 * MIB, options: str = "errors=r
     Raises:
         FaultError: loop devices or mounting are not allowed here.
     """
+    sweep_leftovers()
     backing = path.with_name(f"{path.name}.{unique_name()}.image")
     with contextlib.ExitStack() as undo:
         path.mkdir(parents=True)

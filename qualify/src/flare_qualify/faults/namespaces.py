@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from flare_qualify.faults.commands import FaultError, run
-from flare_qualify.faults.names import NETNS_ROOT, unique_name
+from flare_qualify.faults.names import NETNS_ROOT, sweep_leftovers, unique_name
 
 __all__ = ["Namespace", "Network", "listen_in", "network", "opened_namespace"]
 
@@ -167,6 +167,7 @@ def network(world_size: int) -> Iterator[Network]:
     Raises:
         FaultError: not allowed here.
     """
+    sweep_leftovers()
     bridge, subnet = unique_name(), _free_subnet()
     namespaces, host_ends = {}, {}
     with contextlib.ExitStack() as undo:

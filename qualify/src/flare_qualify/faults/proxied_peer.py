@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from flare_qualify.faults.names import sweep_leftovers
 from flare_qualify.faults.namespaces import Namespace, listen_in, opened_namespace
 from flare_qualify.faults.processes import session_members
 from flare_qualify.faults.proxy import FaultProxy
@@ -73,6 +74,7 @@ def proxied_peer(listening: Callable[[], set[int]]) -> Iterator[ProxiedPeer]:
     Raises:
         FaultError: namespaces are not allowed here.
     """
+    sweep_leftovers()
     with opened_namespace() as namespace, FaultProxy() as proxy:
         yield ProxiedPeer(namespace, proxy, listening)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -100,6 +101,7 @@ class Found:
         restored: numbers restored whole. shortened: restored in part, with the tokens. missing: not there.
         wrong: restored with other bytes: must be empty.
         partial: names that some ranks have and others have not, after the join: must be empty.
+        tokens, seconds: restored in all, and how long that took.
     """
 
     restored: list[int] = field(default_factory=list)
@@ -107,6 +109,8 @@ class Found:
     missing: list[int] = field(default_factory=list)
     wrong: list[str] = field(default_factory=list)
     partial: list[str] = field(default_factory=list)
+    tokens: int = 0
+    seconds: float = 0.0
 
 
 def read_back(root: Path, numbers: Sequence[int], *, world_size: int = 2) -> Found:
@@ -124,11 +128,13 @@ def read_back(root: Path, numbers: Sequence[int], *, world_size: int = 2) -> Fou
             if not group.lookup(tokens).num_tokens:
                 found.missing.append(number)
                 continue
+            start = time.monotonic()
             try:
                 restored = group.restore(tokens).num_tokens
             except AssertionError as error:  # how a local group tells of bytes that differ
                 found.wrong.append(f"record {number}: {error}")
                 continue
+            found.tokens, found.seconds = found.tokens + restored, found.seconds + time.monotonic() - start
             if restored == len(tokens):
                 found.restored.append(number)
             elif restored:

@@ -19,10 +19,15 @@ from pathlib import Path
 
 from flare_qualify.faults.commands import FaultError
 
-__all__ = ["WRITE_SIDE_CALLS", "Injection", "Trace", "attached", "traced_command"]
+__all__ = ["READ_PAGES", "WRITE_PAGES", "WRITE_SIDE_CALLS", "Injection", "Trace", "attached", "traced_command"]
 
-WRITE_SIDE_CALLS = ("openat", "pwritev", "write", "ftruncate", "fsync", "linkat", "unlinkat", "renameat", "mkdir")
-"""Calls by which a record directory changes; of ``openat`` and ``write`` only those on its own paths matter."""
+READ_PAGES = ("preadv", "preadv2")
+WRITE_PAGES = ("pwritev", "pwritev2")
+"""What records are read and written by; which of the two is the C library's choice."""
+WRITE_SIDE_CALLS = (
+    *WRITE_PAGES, "pwrite64", "ftruncate", "fsync", "link", "linkat", "unlink", "unlinkat", "rename", "renameat"
+)  # fmt: skip
+"""Calls by which a record directory or a file in it changes; making a file is an ``openat`` on the directory."""
 
 _ATTACH_SECONDS = 10.0
 _FIRED = ("(INJECTED)", "(DELAYED)")
@@ -85,7 +90,9 @@ def traced_command(trace: Path, options: Sequence[str]) -> list[str]:
     The command stays this process's child, with its own exit code; ``strace`` goes with it. With ``options`` of
     :meth:`Injection.options`, or ``-e trace=…`` to count only.
     """
-    return ["strace", "-D", "-f", "-q", "--seccomp-bpf", "-o", str(trace), *options]
+    # The filter spares a stop at every other call; through it ``strace`` 6.1 does not send signals.
+    is_signal = any("signal=" in option for option in options)
+    return ["strace", "-D", "-f", "-q", *([] if is_signal else ["--seccomp-bpf"]), "-o", str(trace), *options]
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from flare_qualify.checkers.records import records_of
 from flare_qualify.fault_drill import Drill, open_drill
 from flare_qualify.faults.corruption import (
     DAMAGES,
@@ -20,7 +19,6 @@ from flare_qualify.faults.corruption import (
     overwrite,
     swap_first_pages,
 )
-from flare_qualify.group import Group
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 from flare_qualify.workloads.prompts import prompt_of
@@ -41,16 +39,6 @@ class _Hit:
     consequence: Consequence
 
 
-def _file_of(group: Group, prompt: list[int]) -> str:
-    """Name of the record that holds the prompt's end, as every rank has it."""
-    ids = b"".join(token.to_bytes(4, "little") for token in prompt[:-1])
-    for name, record in records_of(group, 0).items():
-        header = record.header
-        if header.identity.start == 0 and header.token_ids == ids:
-            return name
-    return ""
-
-
 def _damage_all(context: Context, drill: Drill, names: dict[str, str]) -> list[_Hit]:
     """One kind of damage for each prompt, on a rank drawn by chance."""
     group, hits = drill.group, []
@@ -67,7 +55,7 @@ def run_rot(context: Context, *, model: str, world_size: int) -> None:
     """All kinds of damage at once, then a start that opens every header, and one that trusts its hint."""
     group = context.group(model, world_size)
     with open_drill(context, group, model=model, num_prompts=len(DAMAGES)) as drill:
-        names = {name: _file_of(group, prompt) for name, prompt in drill.prompts.items()}
+        names = {name: drill.file_of(name) for name in drill.prompts}
         context.require(all(names.values()), "not every prompt has a record of its own")
         rounds = 12 if context.is_long else 1
         for case in context.cases(f"{how}, {n}" for n in range(rounds) for how in ("headers read", "hint trusted")):
@@ -128,7 +116,7 @@ def run_misplaced(context: Context) -> None:
     """Sound bytes in the wrong place: pages of another record or rank, another rank's file, another record's."""
     group = context.group("oracle", 2)
     with open_drill(context, group, num_prompts=6) as drill:
-        names = [_file_of(group, prompt) for prompt in drill.prompts.values()]
+        names = [drill.file_of(name) for name in drill.prompts]
         context.require(all(names), "not every prompt has a record of its own")
         group.stop()
         one, other = group.record_directory(0), group.record_directory(1)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 
-from flare_qualify.fault_drill import Drill, open_drill
+from flare_qualify.fault_drill import Drill
 from flare_qualify.faults.line_faults import (
     Bandwidth,
     BlackHole,
@@ -22,9 +21,9 @@ from flare_qualify.faults.line_faults import (
     Stall,
     Swap,
 )
-from flare_qualify.faults.proxied_peer import CONTROL, RECORDS, ProxiedPeer, listening_ports, proxied_peer
-from flare_qualify.faults.proxy import Direction, FaultProxy
-from flare_qualify.group import Group
+from flare_qualify.faults.proxied_peer import CONTROL, RECORDS
+from flare_qualify.faults.proxy import Direction
+from flare_qualify.proxied_group import ProxiedGroup, open_proxied_drill
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 
@@ -69,52 +68,7 @@ def _cases(faults: Mapping[str, LineFault]) -> dict[str, _Case]:
     }
 
 
-@dataclass(slots=True)
-class _Lines:
-    """The group whose last peer goes through a proxy; a new proxy with each start."""
-
-    group: Group
-    undo: contextlib.ExitStack
-    peers: list[ProxiedPeer] = field(default_factory=list)
-
-    @property
-    def proxy(self) -> FaultProxy:
-        """The proxy of this start."""
-        return self.peers[-1].proxy
-
-    def start(self) -> None:
-        """Start every rank, the last one behind a new proxy."""
-        self.stop()
-        group, last = self.group, self.group.world_size - 1
-        peer = self.undo.enter_context(
-            proxied_peer(lambda: listening_ports(group.processes[0].pid) if 0 in group.processes else set())
-        )
-        self.peers.append(peer)
-        group.rank_prefix[last] = peer.prefix
-        group.prepare()
-        peer.meet_at(group.rendezvous_port)
-        for rank in range(group.world_size):
-            group.launch_rank(rank)
-        group.wait_healthy()
-
-    def stop(self) -> None:
-        """End what runs, then its proxy and namespace."""
-        self.group.kill_all()
-        self.undo.close()
-
-
-@contextlib.contextmanager
-def _opened(context: Context, world_size: int) -> Iterator[tuple[_Lines, Drill]]:
-    """A drill whose group stands behind a proxy and has learnt its answers."""
-    group = context.group("oracle", world_size)
-    with contextlib.ExitStack() as undo:
-        lines = _Lines(group, undo)
-        lines.start()
-        with open_drill(context, group, num_prompts=2) as drill:
-            yield lines, drill
-
-
-def _strike(context: Context, lines: _Lines, drill: Drill, name: str, case: _Case) -> None:
+def _strike(context: Context, lines: ProxiedGroup, drill: Drill, name: str, case: _Case) -> None:
     """One fault under traffic: everything ends in time; then the group comes back with all that it had."""
     members = lines.group.members()
     with drill.traffic() as restoring, drill.traffic(restoring=False) as computing:
@@ -141,7 +95,7 @@ def run_broken(context: Context, *, faults: Mapping[str, LineFault], in_standard
     """A subset of the combinations in the standard suite, all of them in the long one."""
     cases = _cases(faults)
     chosen = list(cases) if context.is_long else [name for name in cases if name in in_standard]
-    with _opened(context, 2) as (lines, drill):
+    with open_proxied_drill(context) as (lines, drill):
         for name in context.cases(chosen):
             _strike(context, lines, drill, name, cases[name])
         lines.stop()
@@ -149,7 +103,7 @@ def run_broken(context: Context, *, faults: Mapping[str, LineFault], in_standard
 
 def run_three_ranks(context: Context) -> None:
     """One peer of two falls silent: the other, whose links are sound, ends too."""
-    with _opened(context, 3) as (lines, drill):
+    with open_proxied_drill(context, world_size=3) as (lines, drill):
         _strike(context, lines, drill, "black hole of one peer", _Case(RECORDS, _UP, BlackHole()))
         lines.stop()
 
@@ -157,13 +111,13 @@ def run_three_ranks(context: Context) -> None:
 def run_slow(context: Context) -> None:
     """Slow and late links cost time and nothing else."""
     slow: Mapping[str, LineFault] = {"narrow": Bandwidth(20_000), "late": Delay(0.15), "slow to close": SlowClose(0.5)}
-    with _opened(context, 2) as (lines, drill):
+    with open_proxied_drill(context) as (lines, drill):
         for name in context.cases(slow):
             _endure(context, lines, drill, name, slow[name])
         lines.stop()
 
 
-def _endure(context: Context, lines: _Lines, drill: Drill, name: str, fault: LineFault) -> None:
+def _endure(context: Context, lines: ProxiedGroup, drill: Drill, name: str, fault: LineFault) -> None:
     for route in (RECORDS, CONTROL):
         for direction in Direction:
             lines.proxy.arm(route, direction, fault)
@@ -186,7 +140,7 @@ def _endure(context: Context, lines: _Lines, drill: Drill, name: str, fault: Lin
 
 def run_slow_reader(context: Context) -> None:
     """A peer that stops reading its record link: what needs no peer's disk goes on until it is given up (A12)."""
-    with _opened(context, 2) as (lines, drill):
+    with open_proxied_drill(context) as (lines, drill):
         members = lines.group.members()
         drill.answer_all("before", restore=False)
         with drill.traffic(restoring=False) as computing:

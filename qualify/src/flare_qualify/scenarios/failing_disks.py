@@ -13,7 +13,7 @@ from flare_qualify.checkers.records import records_of
 from flare_qualify.fault_drill import Drill, open_drill
 from flare_qualify.faults.commands import FaultError
 from flare_qualify.faults.disks import MIB, LoopDisk, fill, loop_disk, physical_offset, slowed_down
-from flare_qualify.faults.system_calls import Injection, attached
+from flare_qualify.faults.system_calls import READ_PAGES, WRITE_PAGES, Injection, attached
 from flare_qualify.process_facts import is_alive
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
@@ -84,7 +84,8 @@ def run_unreadable(context: Context) -> None:
         group = drill.group
         drop_device_copies(group.url)
         # The one that lies last on the device, so that no other is hit.
-        victim = max(group.record_directory(_RANK).glob("*.rec"), key=lambda path: physical_offset(path, 4096))
+        files = [group.record_directory(_RANK) / drill.file_of(name) for name in drill.prompts]
+        victim = max(files, key=lambda path: physical_offset(path, 4096))
         store_id = records_of(group, 0)[victim.name].header.identity.store_id
         evidence = disk.lose_sectors(victim, offset=4096)
         answers = drill.answer_all("unreadable", at_least=len(drill.prompts) - 1)
@@ -110,6 +111,8 @@ def run_read_only(context: Context) -> None:
     """The kernel turns the file system read-only: stores fail, restores go on; a repaired disk is as before."""
     with _opened(context) as (disk, drill):
         group = drill.group
+        # What the journal does not have yet is lost with it, as in a power cut.
+        disk.sync()
         evidence = disk.turn_read_only()
         with drill.traffic() as traffic:
             drill.ask_new(*range(200, 204))
@@ -125,18 +128,18 @@ def run_read_only(context: Context) -> None:
 
 
 def run_slow(context: Context) -> None:
-    """A disk of 300 kB/s, then one whose calls take seconds: restores are late, nothing is poisoned."""
+    """A disk of 1 MB/s, then one whose calls take half a second: restores are late, nothing is poisoned."""
     with _opened(context, "--prefix-cache-disk-transport", "direct") as (disk, drill):
         group = drill.group
         with contextlib.ExitStack() as undo:
             try:
-                rule = undo.enter_context(slowed_down(disk, [group.members()["rank1"]], bytes_per_second=300_000))
+                rule = undo.enter_context(slowed_down(disk, [group.members()["rank1"]], bytes_per_second=1_000_000))
             except FaultError as error:
                 context.skip(str(error))
             _late_answers(context, drill, "a slow disk", rule, at_least_seconds=0.05)
-        injection = Injection(["preadv", "pwritev"], "delay_enter=1500000", when="1+")
+        injection = Injection([*READ_PAGES, *WRITE_PAGES], "delay_enter=500000", when="1+")
         with attached(group.members()["rank1"], injection, context.directory / "delays.trace") as trace:
-            _late_answers(context, drill, "slow calls", "", at_least_seconds=1.0)
+            _late_answers(context, drill, "slow calls", "", at_least_seconds=0.9)
             fired = trace.fired()
         context.check(bool(fired), "no call was delayed")
         if fired:

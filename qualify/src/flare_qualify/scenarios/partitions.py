@@ -20,7 +20,7 @@ __all__ = ["SCENARIOS"]
 @contextlib.contextmanager
 def _opened(context: Context, world_size: int) -> Iterator[tuple[Network, Drill]]:
     with network(world_size) as net:
-        group = context.group("oracle", world_size, host=net.address(0))
+        group = context.group("oracle", world_size, host=net.address(0), api_host="127.0.0.1")
         group.rank_prefix = {rank: namespace.prefix for rank, namespace in net.namespaces.items()}
         with open_drill(context, group, num_prompts=2) as drill:
             yield net, drill

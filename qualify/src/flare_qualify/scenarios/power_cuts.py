@@ -12,9 +12,8 @@ from functools import partial
 
 from flare_cache.disk_shelf import Durability
 from flare_core.errors import FlareError
-from flare_qualify.fault_drill import open_drill
+from flare_qualify.fault_drill import note_restores, open_drill
 from flare_qualify.faults.disks import LoopDisk, PowerCut, loop_disk
-from flare_qualify.faults.record_child import record_tokens
 from flare_qualify.faults.record_trial import Found, read_back, started_child
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
@@ -71,9 +70,7 @@ def _judge(context: Context, case: str, reported: set[int], found: Found, *, mus
     else:
         context.figure("records_lost_to_power_cuts_as_allowed", len(lost))
     context.figure("power_cuts", 1)
-    if found.restored:
-        tokens = sum(len(record_tokens(number)) for number in found.restored)
-        context.history.append("restored", tokens=tokens, tier="disk", seconds=0.0, prompt=tokens)
+    note_restores(context, found)
     context.history.append("checked")
 
 

@@ -15,17 +15,15 @@ from pathlib import Path
 
 from flare_cache.disk_shelf import Durability
 from flare_core.errors import FlareError
-from flare_qualify.faults.record_child import record_tokens
+from flare_qualify.fault_drill import note_restores
 from flare_qualify.faults.record_trial import Child, Found, read_back, started_child
-from flare_qualify.faults.system_calls import Injection, Trace, traced_command
+from flare_qualify.faults.system_calls import WRITE_PAGES, WRITE_SIDE_CALLS, Injection, Trace, traced_command
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 from flare_qualify.verdict import Damage
 
 __all__ = ["SCENARIOS"]
 
-_CALLS = ("pwritev", "pwrite64", "ftruncate", "fsync", "link", "linkat", "unlink", "unlinkat", "rename", "renameat")
-"""Calls that change a directory or a file of it."""
 _OPEN = "openat"
 """Opens and makes files; only on the record directories."""
 _KILL = "signal=SIGKILL"
@@ -77,7 +75,7 @@ class _Loop:
     def count(self) -> dict[str, int]:
         """How often a run makes each of the calls, in the thread that makes it most."""
         counts: dict[str, int] = {}
-        for calls, paths in ((_CALLS, ()), ((_OPEN,), self._directories)):
+        for calls, paths in ((WRITE_SIDE_CALLS, ()), ((_OPEN,), self._directories)):
             chosen = [word for path in paths for word in ("-P", str(path))]
             trace = self._traced([*chosen, "-e", f"trace={','.join(calls)}"])
             counts |= {call: number for call, number in trace.most_calls().items() if call in calls}
@@ -85,8 +83,8 @@ class _Loop:
         return counts
 
     def largest_write(self) -> int:
-        """Bytes of the largest ``pwritev`` of a run."""
-        lines = self._traced(["-e", "trace=pwritev"]).lines()
+        """Bytes of the largest write of a run."""
+        lines = self._traced(["-e", f"trace={','.join(WRITE_PAGES)}"]).lines()
         return max(int(line.rpartition("= ")[2].split()[0]) for line in lines if line.rstrip()[-1].isdigit())
 
     def intact(self) -> set[int]:
@@ -174,13 +172,7 @@ def _judge(context: Context, name: str, child: Child, found: Found, *, kept: set
     context.damage(Damage.PARTIALLY_VISIBLE, len(found.partial), f"{name}: {found.partial[:3]}")
     lost = sorted((kept | set(child.stored)) - set(found.restored))
     context.damage(Damage.LOST_REPORTED, len(lost), f"{name}: {lost}; said {child.lines[-3:]}")
-    _note_restores(context, found)
-
-
-def _note_restores(context: Context, found: Found) -> None:
-    if found.restored:
-        tokens = sum(len(record_tokens(number)) for number in found.restored)
-        context.history.append("restored", tokens=tokens, tier="disk", seconds=0.0, prompt=tokens)
+    note_restores(context, found)
 
 
 def run_store(context: Context) -> None:
@@ -197,7 +189,8 @@ def run_store(context: Context) -> None:
             if _account(context, tampering, fired) and found is not None:
                 _judge(context, case, child, found, kept=set(range(_SAVED)))
                 if tampering.action != _KILL:
-                    context.check("closed" in child.lines or bool(child.refused), f"{case}: said {child.lines[-3:]}")
+                    has_ended = bool(child.refused) or child.lines[-1].startswith("closed")
+                    context.check(has_ended, f"{case}: said {child.lines[-3:]}")
 
 
 def run_join(context: Context) -> None:
@@ -218,7 +211,7 @@ def run_lies(context: Context) -> None:
     """A write that reports success and writes nothing: acknowledged by every rank, and found out when it is read."""
     loop = _Loop(context, Durability.PROCESS, num_records=2)
     loop.prepare(lambda _: None)
-    lie = _Tampering("pwritev", f"retval={loop.largest_write()}", "1")
+    lie = _Tampering(",".join(WRITE_PAGES), f"retval={loop.largest_write()}", "1")
     child, fired, found = loop.tampered(lie)
     if not _account(context, lie, fired) or found is None:
         return
@@ -226,7 +219,7 @@ def run_lies(context: Context) -> None:
     context.check(set(range(_SAVED)) <= set(found.restored), f"records stored before are gone: {found}")
     context.check(_SAVED in child.stored, f"the store with a hole was not acknowledged: {child.lines}")
     context.check(_SAVED in found.missing, f"a hole was restored: {found}")
-    _note_restores(context, found)
+    note_restores(context, found)
 
 
 SCENARIOS = (

@@ -1,7 +1,7 @@
 """A serving rank whose N-th system call on its records kills it, or fails, in the middle of a store or a restore.
 
 ``strace`` is attached once the group serves. It counts the calls of each disk thread for itself, and a small record is
-one thread's work, so that "the second pwritev" is the header of some store.
+one thread's work, so that "the second write" is the header of some store.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flare_qualify.fault_drill import Drill, open_drill
-from flare_qualify.faults.system_calls import Injection, attached
+from flare_qualify.faults.system_calls import READ_PAGES, WRITE_PAGES, Injection, attached
 from flare_qualify.process_facts import is_alive
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
@@ -20,10 +20,10 @@ __all__ = ["SCENARIOS"]
 
 _KILL = "signal=SIGKILL"
 _STEPS = {
-    "pages": ("pwritev", "1"),
-    "header": ("pwritev", "2"),
-    "link": ("linkat", "1"),
-    "unlink-temporary": ("unlinkat", "1"),
+    "pages": (WRITE_PAGES, "1"),
+    "header": (WRITE_PAGES, "2"),
+    "link": (("linkat",), "1"),
+    "unlink-temporary": (("unlinkat",), "1"),
 }
 _FIRE_SECONDS = 10.0
 
@@ -38,8 +38,8 @@ class _Case:
 
     @property
     def injection(self) -> Injection:
-        call, when = ("preadv", "1") if self.step == "read" else _STEPS[self.step]
-        return Injection([call], self.action, when)
+        calls, when = (READ_PAGES, "1") if self.step == "read" else _STEPS[self.step]
+        return Injection(calls, self.action, when)
 
 
 def _kill_cases() -> dict[str, _Case]:
