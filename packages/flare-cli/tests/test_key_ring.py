@@ -9,9 +9,11 @@ from flare_core.errors import UsageError
 def ring(tmp_path, text, admin=None):
     keys = tmp_path / "keys"
     keys.write_text(text)
+    keys.chmod(0o600)
     root = tmp_path / "admin"
     if admin is not None:
         root.write_text(admin)
+        root.chmod(0o600)
     return load_key_ring(keys, root if admin is not None else None)
 
 

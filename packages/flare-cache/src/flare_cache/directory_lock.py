@@ -82,5 +82,5 @@ def _try_lock(fd: int, kind: int) -> bool:
 def _read_holder(fd: int) -> LockHolder | None:
     try:
         return msgspec.json.decode(os.pread(fd, _MAX_BYTES, 0), type=LockHolder)
-    except (OSError, msgspec.DecodeError):
+    except (OSError, msgspec.DecodeError, RecursionError):
         return None

@@ -25,7 +25,7 @@ class JobOp(enum.StrEnum):
     UNLINK = "unlink"
 
 
-class RecordIdentity(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False):
+class RecordIdentity(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False, forbid_unknown_fields=True):
     """The rank-invariant part of a record, without its token ids: equal on every rank that holds the record.
 
     A truncation changes what the file holds, never the identity: jobs on a truncated record name it as stored.
@@ -62,14 +62,14 @@ class RecordIdentity(msgspec.Struct, frozen=True, array_like=True, kw_only=True,
         return self.num_pages + (1 if self.tail_tokens else 0)
 
 
-class Section(msgspec.Struct, frozen=True, array_like=True):
+class Section(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Section ``index`` of a record's file from or to device page ``page``."""
 
     index: int
     page: int
 
 
-class Job(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class Job(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """One transfer on every rank.
 
     Attributes:
@@ -109,7 +109,7 @@ class JobStatus(enum.StrEnum):
     UNCLEAN = "unclean"
 
 
-class JobResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class JobResult(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's answer to a job; what an acknowledgement frame carries (the frame adds run id and rank).
 
     Attributes:

@@ -13,7 +13,7 @@ __all__ = ["JoinReport", "RankReport", "agreed_limits", "disk_limit_of"]
 _USABLE_FRACTION = 0.8
 
 
-class RankReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class RankReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """One rank's share.
 
     Attributes:
@@ -37,7 +37,7 @@ class RankReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     num_left: int
 
 
-class JoinReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class JoinReport(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """The whole of it.
 
     Attributes:

@@ -40,14 +40,14 @@ MAX_REASON_CHARACTERS = 300
 """A reason is one line for people; four bytes a character leave room below the limit of an acknowledgement."""
 
 
-class JobFrame(msgspec.Struct, frozen=True, array_like=True):
+class JobFrame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A job, and the run it belongs to."""
 
     run_id: bytes
     job: Job
 
 
-class Started(msgspec.Struct, frozen=True, array_like=True):
+class Started(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A peer has checked the job and handed it to its own transport."""
 
     run_id: bytes
@@ -55,7 +55,7 @@ class Started(msgspec.Struct, frozen=True, array_like=True):
     job_id: int
 
 
-class Ack(msgspec.Struct, frozen=True, array_like=True):
+class Ack(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What became of a job on one rank."""
 
     run_id: bytes
@@ -63,7 +63,7 @@ class Ack(msgspec.Struct, frozen=True, array_like=True):
     result: JobResult
 
 
-class Progress(msgspec.Struct, frozen=True, array_like=True):
+class Progress(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a heartbeat carries: the last step that finished on the sender's device, and jobs it has finished."""
 
     last_step: int

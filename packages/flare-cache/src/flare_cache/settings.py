@@ -59,7 +59,7 @@ class CacheSettings:
         }
 
 
-class Statement(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class Statement(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """What a rank tells rank zero before anything is agreed.
 
     Attributes:

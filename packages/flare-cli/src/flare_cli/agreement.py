@@ -18,7 +18,7 @@ class RankRefuses(UsageError):
     """Some rank cannot start, and all know why: what it was given cannot be used, so the group's start is a mistake."""
 
 
-class Offer(msgspec.Struct, frozen=True):
+class Offer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What one rank brings: ``equal`` must be the same everywhere, of ``least`` the smallest value counts.
 
     ``failure`` is why this rank cannot start; then nobody does.

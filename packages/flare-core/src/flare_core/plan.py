@@ -38,7 +38,7 @@ class RunKind(enum.IntEnum):
     """One row in the step's batch; its input is the slot's last sampled token."""
 
 
-class PageCopy(msgspec.Struct, frozen=True, array_like=True):
+class PageCopy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Before the step's runs: page ``target`` := the first ``num_tokens`` entries of ``source``, zeros behind."""
 
     source: int
@@ -46,14 +46,14 @@ class PageCopy(msgspec.Struct, frozen=True, array_like=True):
     num_tokens: int
 
 
-class RowCopy(msgspec.Struct, frozen=True, array_like=True):
+class RowCopy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Before the step's runs: row slot ``target`` := row slot ``source`` (-1: the zero row)."""
 
     source: int
     target: int
 
 
-class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
+class SequenceStart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A sequence takes a slot, at its admission or after a preemption.
 
     Attributes:
@@ -69,7 +69,7 @@ class SequenceStart(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
 
 
-class Run(msgspec.Struct, frozen=True, array_like=True):
+class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Tokens of one slot that this step computes.
 
     Attributes:
@@ -87,7 +87,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True):
     new_pages: tuple[int, ...] = ()
 
 
-class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """One step.
 
     Order on every rank: wait for ``needs_jobs``; row and page copies; starts; runs: PREFILL
@@ -106,7 +106,7 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     runs: tuple[Run, ...] = ()
 
 
-class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Raw log-probability of one token, and the most likely alternatives as (id, log-probability), best first."""
 
     token_id: int
@@ -116,7 +116,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class SampledToken(msgspec.Struct, frozen=True, array_like=True):
+class SampledToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The token chosen by a FIRST or DECODE run; ``logprobs`` where the request asked for them."""
 
     slot: int
@@ -124,7 +124,7 @@ class SampledToken(msgspec.Struct, frozen=True, array_like=True):
     logprobs: TokenLogprobs | None = None
 
 
-class StepResult(msgspec.Struct, frozen=True, array_like=True):
+class StepResult(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a step gave: equal on every rank; only rank zero reads it.
 
     Attributes:

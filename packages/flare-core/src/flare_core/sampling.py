@@ -12,7 +12,7 @@ MAX_LOGPROBS = 20
 """Most alternatives for which log-probabilities are returned."""
 
 
-class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
+class SamplingParams(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """Final values; defaults of the model and the API are applied before.
 
     Order of application: logit_bias, penalties, (forbidden ids of ``min_tokens``), temperature, min-p, top-k, top-p;

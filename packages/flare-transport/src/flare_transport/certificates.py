@@ -5,6 +5,7 @@ its digest again after the handshake. Knows nothing of ranks. `ssl` and `cryptog
 plaintext links and command lines do without them.
 """
 
+import contextlib
 import os
 import socket
 from dataclasses import dataclass, field
@@ -74,19 +75,21 @@ def secure_socket(
     import ssl
 
     sock.settimeout(timeout_seconds)
-    try:
-        context = _context(credentials, peer_certificate, is_server=is_server)
-        secured = context.wrap_socket(sock, server_side=is_server)
-        shown = secured.getpeercert(binary_form=True)
-    except ssl.SSLError as error:
-        sock.close()
-        raise CertificateError(f"TLS with the other side failed: {error.reason or error}") from error
-    except (OSError, CertificateError):
-        sock.close()
-        raise
-    if shown is None or certificate_digest(shown) != certificate_digest(peer_certificate):
-        secured.close()
-        raise CertificateError("the other side's TLS certificate is not the one that it authenticated")
+    with contextlib.ExitStack() as undo:
+        undo.callback(sock.close)
+        try:
+            context = _context(credentials, peer_certificate, is_server=is_server)
+            sock.getpeername()  # of a connection that is cut already, `ssl` makes a socket that nobody closes
+            secured = context.wrap_socket(sock, server_side=is_server)
+            undo.callback(secured.close)
+            shown = secured.getpeercert(binary_form=True)
+        except ssl.SSLCertVerificationError as error:
+            raise CertificateError(f"the other side's TLS certificate is refused: {error.verify_message}") from error
+        except ssl.SSLError as error:
+            raise CertificateError(f"TLS with the other side failed: {error.reason or error}") from error
+        if shown is None or certificate_digest(shown) != certificate_digest(peer_certificate):
+            raise CertificateError("the other side's TLS certificate is not the one that it authenticated")
+        undo.pop_all()
     return secured
 
 

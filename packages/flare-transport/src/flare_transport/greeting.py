@@ -44,6 +44,8 @@ class Caller:
         self.progress = 0
         self._lock = threading.Lock()
         self._is_settled = False
+        # TLS takes the descriptor away from `socket`; this one reaches the connection whoever holds it.
+        self._handle = sock.dup()
 
     def keep(self) -> bool:
         """The greeter has what it wants: from now on nobody sends this caller away; returns False if someone has."""
@@ -57,8 +59,14 @@ class Caller:
             if self._is_settled:
                 return
             self._is_settled = True
-        with contextlib.suppress(OSError):  # it is gone already
-            self.socket.shutdown(socket.SHUT_RDWR)
+            with contextlib.suppress(OSError):  # it is gone already
+                self._handle.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """The greeter is done with it: nobody sends it away any more."""
+        with self._lock:
+            self._is_settled = True
+            self._handle.close()
 
 
 Greeter = Callable[[Caller], None]
@@ -131,10 +139,10 @@ class Reception:
     def _receive(self, index: int, sock: socket.socket, sockaddr: tuple[object, ...]) -> None:
         try:
             set_link_options(sock)
-        except OSError:  # it went away while it waited
+            caller = Caller(sock, str(sockaddr[0]), index, time.monotonic() + self._settings.deadline_seconds)
+        except OSError:  # it went away while it waited, or descriptors ran out
             sock.close()
             return
-        caller = Caller(sock, str(sockaddr[0]), index, time.monotonic() + self._settings.deadline_seconds)
         with self._lock:
             self._make_room(caller.source)
             self._pending.append(caller)
@@ -159,6 +167,7 @@ class Reception:
         except Exception:  # noqa: BLE001  one caller's thread; the others and the listener go on
             _LOG.exception("greeting a connection from %s failed", caller.source)
             caller.socket.close()
+        caller.release()
         with self._lock:
             if caller in self._pending:
                 self._pending.remove(caller)

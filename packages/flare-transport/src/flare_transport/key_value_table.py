@@ -35,7 +35,7 @@ MAX_WAITING = 4096
 _MAX_COUNTER = (1 << 63) - 1
 
 
-class SetRequest(msgspec.Struct, frozen=True, tag="set", array_like=True):
+class SetRequest(msgspec.Struct, frozen=True, tag="set", array_like=True, forbid_unknown_fields=True):
     """Set a key."""
 
     id: int
@@ -43,14 +43,14 @@ class SetRequest(msgspec.Struct, frozen=True, tag="set", array_like=True):
     value: bytes
 
 
-class GetRequest(msgspec.Struct, frozen=True, tag="get", array_like=True):
+class GetRequest(msgspec.Struct, frozen=True, tag="get", array_like=True, forbid_unknown_fields=True):
     """Return a key's value once it is set."""
 
     id: int
     key: str
 
 
-class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
+class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True, forbid_unknown_fields=True):
     """Add to a counter (decimal text, 0 where unset) and return it."""
 
     id: int
@@ -58,21 +58,21 @@ class AddRequest(msgspec.Struct, frozen=True, tag="add", array_like=True):
     amount: int
 
 
-class WaitRequest(msgspec.Struct, frozen=True, tag="wait", array_like=True):
+class WaitRequest(msgspec.Struct, frozen=True, tag="wait", array_like=True, forbid_unknown_fields=True):
     """Answer once every key is set."""
 
     id: int
     keys: list[str]
 
 
-class CheckRequest(msgspec.Struct, frozen=True, tag="check", array_like=True):
+class CheckRequest(msgspec.Struct, frozen=True, tag="check", array_like=True, forbid_unknown_fields=True):
     """Return whether every key is set."""
 
     id: int
     keys: list[str]
 
 
-class CompareSetRequest(msgspec.Struct, frozen=True, tag="compare", array_like=True):
+class CompareSetRequest(msgspec.Struct, frozen=True, tag="compare", array_like=True, forbid_unknown_fields=True):
     """Set a key if it holds `expected` (empty: or is unset); return what it then holds, `expected` if still unset."""
 
     id: int
@@ -81,20 +81,20 @@ class CompareSetRequest(msgspec.Struct, frozen=True, tag="compare", array_like=T
     desired: bytes
 
 
-class DeleteRequest(msgspec.Struct, frozen=True, tag="delete", array_like=True):
+class DeleteRequest(msgspec.Struct, frozen=True, tag="delete", array_like=True, forbid_unknown_fields=True):
     """Unset a key; return whether it was set."""
 
     id: int
     key: str
 
 
-class CountRequest(msgspec.Struct, frozen=True, tag="count", array_like=True):
+class CountRequest(msgspec.Struct, frozen=True, tag="count", array_like=True, forbid_unknown_fields=True):
     """Return how many keys are set."""
 
     id: int
 
 
-class CancelRequest(msgspec.Struct, frozen=True, tag="cancel", array_like=True):
+class CancelRequest(msgspec.Struct, frozen=True, tag="cancel", array_like=True, forbid_unknown_fields=True):
     """Forget this client's waiting request; not answered."""
 
     id: int
@@ -114,7 +114,7 @@ Request: TypeAlias = (
 Answer: TypeAlias = bytes | int | bool | None
 
 
-class Reply(msgspec.Struct, frozen=True, array_like=True):
+class Reply(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The answer to the request of this id; `fault` is empty unless the table refused it."""
 
     id: int
@@ -183,9 +183,9 @@ class KeyValueTable:
 
     def _set_and_release(self, client: Hashable, id_: int, key: str, value: bytes, answer: Answer) -> list[Addressed]:
         held = self._values.get(key)
-        if len(key) + len(value) > MAX_ENTRY_BYTES:
+        if _entry_bytes(key, value) > MAX_ENTRY_BYTES:
             return [(client, Reply(id_, fault=f"key and value together exceed {MAX_ENTRY_BYTES} bytes"))]
-        growth = len(value) - len(held) if held is not None else len(key) + len(value)
+        growth = len(value) - len(held) if held is not None else _entry_bytes(key, value)
         if self._num_bytes + growth > self._max_bytes:
             return [(client, Reply(id_, fault=f"the key-value table is full ({self._max_bytes} bytes)"))]
         self._num_bytes += growth
@@ -214,5 +214,9 @@ class KeyValueTable:
         held = self._values.pop(key, None)
         if held is None:
             return False
-        self._num_bytes -= len(key) + len(held)
+        self._num_bytes -= _entry_bytes(key, held)
         return True
+
+
+def _entry_bytes(key: str, value: bytes) -> int:
+    return len(key.encode()) + len(value)

@@ -15,7 +15,7 @@ from typing import IO
 
 from flare_transport.errors import KeyFileError
 
-__all__ = ["KEY_BYTES", "derive_key", "generate_key", "load_key_file", "write_key"]
+__all__ = ["KEY_BYTES", "derive_key", "generate_key", "load_key_file", "read_private_file", "write_key"]
 
 KEY_BYTES = 32
 _MAX_FILE_BYTES = 4096
@@ -41,18 +41,26 @@ def write_key(file: IO[str]) -> None:
     file.write(generate_key() + "\n")
 
 
-def load_key_file(path: str | os.PathLike[str]) -> bytes:
-    """Read a 32-byte key written as 64 hexadecimal digits; raises `KeyFileError` naming the file and the remedy.
+def read_private_file(path: str | os.PathLike[str], *, max_bytes: int) -> bytes:
+    """Read a file of secrets, at most its first `max_bytes`; raises `KeyFileError` naming the file and the remedy.
 
-    The file must be regular, owned by this user or by root, and closed to group and others.
+    The file must be regular, owned by this user or by root, and closed to group and others. Does not block on a pipe.
     """
     name = Path(path)
     try:
-        with name.open("rb") as file:
-            status = os.fstat(file.fileno())
-            content = file.read(_MAX_FILE_BYTES)
+        descriptor = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            status = os.fstat(descriptor)
+            _check_private(name, status)
+            with open(descriptor, "rb", closefd=False) as file:
+                return file.read(max_bytes)
+        finally:
+            os.close(descriptor)
     except OSError as error:
-        raise KeyFileError(f"key file {name}: {error.strerror}; make one with: flare key > {name}") from error
+        raise KeyFileError(f"key file {name}: {error.strerror}") from error
+
+
+def _check_private(name: Path, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise KeyFileError(f"key file {name} is not a regular file")
     if status.st_uid not in {os.geteuid(), 0}:
@@ -62,6 +70,20 @@ def load_key_file(path: str | os.PathLike[str]) -> bytes:
     if status.st_mode & 0o077:
         mode = stat.S_IMODE(status.st_mode)
         raise KeyFileError(f"key file {name} is open to other users (mode {mode:04o}); run: chmod 600 {name}")
+
+
+def load_key_file(path: str | os.PathLike[str]) -> bytes:
+    """Read a 32-byte key written as 64 hexadecimal digits; raises `KeyFileError` naming the file and the remedy.
+
+    The file must be as `read_private_file` wants it.
+    """
+    name = Path(path)
+    try:
+        content = read_private_file(name, max_bytes=_MAX_FILE_BYTES)
+    except KeyFileError as error:
+        if isinstance(error.__cause__, OSError):
+            raise KeyFileError(f"{error}; make one with: flare key > {name}") from error
+        raise
     text = content.strip()
     if _HEX_KEY.fullmatch(text) is None:
         raise KeyFileError(

@@ -6,6 +6,7 @@ from that peer's address, over TLS with the certificates pinned at the rendezvou
 
 import contextlib
 import hmac
+import logging
 import secrets
 import socket
 import threading
@@ -27,6 +28,8 @@ from flare_transport.session import PeerIdentity, Session
 from flare_transport.timed_socket import TimedSocket
 
 __all__ = ["LinkListener", "dial_link", "open_link_listener"]
+
+_LOG = logging.getLogger(__name__)
 
 
 class LinkListener:
@@ -105,6 +108,9 @@ class LinkListener:
         timed = TimedSocket(caller.socket, caller.deadline)
         is_identified = False
         try:
+            # Whoever says anything goes after those who say nothing: TLS takes a while, and its place must last.
+            timed.await_first()
+            caller.progress = 1
             if self._session.credentials is not None:
                 timed.socket = secure_socket(
                     caller.socket,
@@ -114,7 +120,7 @@ class LinkListener:
                     timeout_seconds=timed.remaining_seconds(),
                 )
                 is_identified = True
-            caller.progress = 1
+            caller.progress = 2
             self._check_proof(caller, timed, peer)
         except (OSError, CertificateError, RemoteProtocolError) as error:
             timed.socket.close()
@@ -138,9 +144,12 @@ class LinkListener:
 
     def _note(self, rank: int, detail: str, *, is_fault: bool = False) -> None:
         with self._lock:
+            is_new = self._seen.get(rank) != detail
             self._seen[rank] = detail
             if is_fault and rank not in self._sockets and self._fault is None:
                 self._fault = SecondLinkError(f"rank {rank} connected, but {detail}")
+        if is_new:  # who comes again and again fills no log
+            _LOG.warning("a second connection was turned away in the place of rank %d: %s", rank, detail)
 
     def _describe_missing(self, timeout_seconds: float) -> str:
         with self._lock:

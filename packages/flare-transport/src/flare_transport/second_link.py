@@ -17,7 +17,7 @@ __all__ = ["LinkOffer", "dialler_proof", "listener_proof"]
 _SCOPE = struct.Struct("<I32s")
 
 
-class LinkOffer(msgspec.Struct, frozen=True):
+class LinkOffer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Where one peer may open one second connection, once. `nonce` is 32 random bytes; `purpose` names the use."""
 
     purpose: str

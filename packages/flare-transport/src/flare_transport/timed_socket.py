@@ -35,6 +35,12 @@ class TimedSocket:
             self.socket.settimeout(self.remaining_seconds())
             self.socket.sendall(data)
 
+    def await_first(self) -> None:
+        """Wait for a byte and leave it there; raises `ConnectionCutError` at the end."""
+        self.socket.settimeout(self.remaining_seconds())
+        if not self.socket.recv(1, socket.MSG_PEEK):
+            raise ConnectionCutError("the other side closed the connection")
+
     def receive(self, max_bytes: int) -> bytes:
         """Wait for at least one byte and return at most `max_bytes`; raises `ConnectionCutError` at the end."""
         self.socket.settimeout(self.remaining_seconds())

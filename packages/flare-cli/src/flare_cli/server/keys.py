@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from flare_core.errors import UsageError
+from flare_transport.errors import KeyFileError
+from flare_transport.keys import read_private_file
 
 __all__ = ["DEFAULT_TENANT", "KeyRing", "load_key_ring"]
 
@@ -57,13 +59,14 @@ def load_key_ring(api_key_file: Path | None, admin_key_file: Path | None) -> Key
     """The keys in these files. Reads files.
 
     Raises:
-        UsageError: a line that is not ``name: key``, a name or key given twice, an empty or unreadable file.
+        UsageError: a line that is not ``name: key``, a name or key given twice, an empty or unreadable file, or one
+            that other users can read.
     """
     tenants: dict[str, bytes] = {}
     if api_key_file is not None:
         for number, line in _lines(api_key_file):
             name, colon, key = (part.strip() for part in line.partition(":"))
-            if not colon or not name or not key:
+            if not colon or not name.isprintable() or not name or not key:
                 msg = f"--api-key-file {api_key_file}, line {number}: expected 'name: key'"
                 raise UsageError(msg)
             digest = hashlib.sha256(key.encode()).digest()
@@ -86,12 +89,15 @@ def load_key_ring(api_key_file: Path | None, admin_key_file: Path | None) -> Key
 
 def _lines(path: Path) -> list[tuple[int, str]]:
     try:
-        if path.stat().st_size > MAX_KEY_FILE_BYTES:
-            msg = f"{path}: larger than {MAX_KEY_FILE_BYTES} bytes"
-            raise UsageError(msg)
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        msg = f"{path}: cannot be read: {error}"
+        data = read_private_file(path, max_bytes=MAX_KEY_FILE_BYTES + 1)
+        text = data.decode()
+    except KeyFileError as error:
+        raise UsageError(str(error)) from None
+    except UnicodeDecodeError:
+        msg = f"{path}: is not text"
         raise UsageError(msg) from None
+    if len(data) > MAX_KEY_FILE_BYTES:
+        msg = f"{path}: larger than {MAX_KEY_FILE_BYTES} bytes"
+        raise UsageError(msg)
     numbered = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
     return [(number, line) for number, line in numbered if line and not line.startswith("#")]

@@ -23,6 +23,9 @@ from flare_core.errors import RequestError
 
 __all__ = ["Service", "service_of"]
 
+MAX_LENGTH_DIGITS = 20
+"""Digits of a Content-Length; Python does not even convert thousands of them."""
+
 
 @dataclass(slots=True)
 class Service:
@@ -92,7 +95,7 @@ class Service:
         limit = self.limits.max_body_bytes
         length = request.headers.get("content-length", "")
         too_large = RequestError(f"the body is larger than this server's limit of {limit} bytes", status=413)
-        if length.isdecimal() and int(length) > limit:
+        if length.isdecimal() and (len(length) > MAX_LENGTH_DIGITS or int(length) > limit):
             raise too_large
         parts: list[bytes] = []
         size = 0

@@ -16,6 +16,8 @@ PROMPT = "0123456789abcdef" * 10
 def server(make_ranks, tmp_path):
     (tmp_path / "keys").write_text("alice: key-a\nbob: key-b\n# nobody: key-c\n")
     (tmp_path / "admin").write_text("key-admin\n")
+    for name in ("keys", "admin"):
+        (tmp_path / name).chmod(0o600)
     options = ("--api-key-file", str(tmp_path / "keys"), "--admin-key-file", str(tmp_path / "admin"))
     return make_ranks(
         config=OracleConfig(eos_bias=-1e9),

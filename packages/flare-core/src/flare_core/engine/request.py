@@ -7,6 +7,7 @@ one :class:`Finished` or :class:`Failed`, after all of its :class:`Tokens`.
 from __future__ import annotations
 
 import enum
+from typing import TypeVar
 
 import msgspec
 
@@ -158,6 +159,8 @@ class CacheReset(msgspec.Struct, frozen=True, tag="cache_reset"):
     failure: str | None = None
 
 
+_T = TypeVar("_T")
+
 Command = AddRequest | CancelRequest | ResetCache | Drain | Stop
 EngineEvent = Tokens | PromptLogprobs | Progress | Finished | Failed | CacheReset
 
@@ -177,7 +180,7 @@ def decode_commands(data: bytes | memoryview) -> list[Command]:
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: not commands.
     """
-    return _command_decoder.decode(data)
+    return _decoded(_command_decoder, data)
 
 
 def encode_events(events: list[EngineEvent]) -> bytes:
@@ -191,4 +194,12 @@ def decode_events(data: bytes | memoryview) -> list[EngineEvent]:
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: not events.
     """
-    return _event_decoder.decode(data)
+    return _decoded(_event_decoder, data)
+
+
+def _decoded(decoder: msgspec.msgpack.Decoder[_T], data: bytes | memoryview) -> _T:
+    try:
+        return decoder.decode(data)
+    except RecursionError:
+        msg = "nested too deeply"
+        raise msgspec.DecodeError(msg) from None
