@@ -15,10 +15,12 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Protocol
 
+from flare_cache.directory_files import DirectoryFiles, OsFiles
 from flare_cache.disk_shelf import DEFAULT_PART_BYTES
 from flare_cache.host_memory import aligned_buffer
 from flare_cache.jobs import JobOp, RecordIdentity, record_file_name
@@ -29,7 +31,11 @@ from flare_qualify.staged_rank import StagedRank, bench_geometry, bench_identity
 
 __all__ = ["Comparison", "Extent", "compare", "raw_transfer"]
 
-Transfer = Callable[[int, Sequence[memoryview], int], None]
+
+class Transfer(Protocol):
+    """``read_sections`` or ``write_sections``."""
+
+    def __call__(self, files: DirectoryFiles, fd: int, *, views: Sequence[memoryview], offset: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +63,7 @@ class Comparison:
 def raw_transfer(extents: Sequence[Extent], transfer: Transfer, *, flags: int, num_threads: int) -> float:
     """Move ``extents`` with ``num_threads`` threads that take the next one as they come free; seconds."""
     descriptors = {path: os.open(path, flags, 0o600) for path in {extent.path for extent in extents}}
+    files = OsFiles(-1)  # only descriptors are used
     pending = iter(extents)
     mutex = threading.Lock()
 
@@ -66,7 +73,7 @@ def raw_transfer(extents: Sequence[Extent], transfer: Transfer, *, flags: int, n
                 extent = next(pending, None)
             if extent is None:
                 return
-            transfer(descriptors[extent.path], [extent.memory], extent.offset)
+            transfer(files, descriptors[extent.path], views=[extent.memory], offset=extent.offset)
 
     threads = [threading.Thread(target=work) for _ in range(num_threads)]
     start = time.perf_counter()

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flare_cache.directory import RecordDirectory
+from flare_cache.directory_files import DirectoryFiles
 from flare_cache.disk_shelf import DEFAULT_PART_BYTES, DiskShelf, use_direct
 from flare_cache.host_memory import DirectPassage, view_at
 from flare_cache.host_pages import HostPages
@@ -113,7 +114,8 @@ class BenchRank:
             for name in names:
                 descriptors[name] = self.directory.open_record(name, direct=self.direct)
                 stack.callback(os.close, descriptors[name])
-            _read_all([(descriptors[read.name], read) for read in self._reads], self.settings.num_threads)
+            reads = [(descriptors[read.name], read) for read in self._reads]
+            _read_all(self.directory.files, reads, num_threads=self.settings.num_threads)
 
     def close(self) -> None:
         """Give the directory back; nothing reads or writes any more."""
@@ -177,7 +179,7 @@ class BenchRank:
         return words
 
 
-def _read_all(reads: Sequence[tuple[int, _Read]], num_threads: int) -> None:
+def _read_all(files: DirectoryFiles, reads: Sequence[tuple[int, _Read]], *, num_threads: int) -> None:
     pending = list(reversed(reads))
     faults: list[RecordError] = []
 
@@ -188,7 +190,7 @@ def _read_all(reads: Sequence[tuple[int, _Read]], num_threads: int) -> None:
             except IndexError:
                 return
             try:
-                read_sections(fd, read.views, read.offset)
+                read_sections(files, fd, views=read.views, offset=read.offset)
             except RecordError as error:
                 faults.append(error)
 
