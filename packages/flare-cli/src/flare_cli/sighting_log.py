@@ -27,7 +27,11 @@ class SightingLog:
         with self._lock:
             if sighting.has_joined:
                 for source, count in self._limit.take_held_back().items():
-                    _LOG.info("rendezvous: %s: %d more connections were turned away", source or "others", count)
+                    _LOG.info(
+                        "rendezvous: %s: %d more connections were turned away",
+                        "others" if source is None else source,
+                        count,
+                    )
                 held_back: int | None = 0
             else:
                 held_back = self._limit.admit(sighting.source, time.monotonic())
