@@ -79,13 +79,13 @@ class Checks:
             group.first_death = self.loop.now
         group.reasons.append(reason)
         self.counts["deaths"] += 1
-        if not group.is_lethal:
+        may_fail = group.may_fail_join or "accept" in reason or any("accept" in other for other in group.reasons)
+        if not group.is_lethal and (group.has_joined or not may_fail):
             raise Violation("end without cause", f"{process.name}: {reason}")
         if process.rank == 0:
             for stream in self.streams.values():
                 stream.is_over = True
-        if reason.startswith("cannot start"):
-            group.call_off()
+        group.call_off()
         disk = self.disks[process.rank]
         for name in disk.records():
             if not self.is_excused(disk, name) and (problem := self.reader.problem(disk, name)) is not None:
@@ -136,7 +136,7 @@ class Checks:
         self.reported = {key: (one.identity.store_id, one.identity.parent_key) for key, one in kept.items()}
         self.check_held(leader, Tier.DISK)
         for disk in self.disks:
-            disk.excused.clear()
+            disk.excused = {name for name, inode in disk.names.items() if inode.is_damaged}
             disk.cut.clear()
 
     def _is_loss_excused(self, key: bytes) -> bool:

@@ -131,7 +131,9 @@ class Device:
         memory = self.memory
         size, stride = memory.page_bytes, memory.row_stride
         for row in plan.row_copies:
-            source = memory.rows[row.source * stride : row.source * stride + stride] if row.source >= 0 else bytes(stride)
+            source = (
+                memory.rows[row.source * stride : row.source * stride + stride] if row.source >= 0 else bytes(stride)
+            )
             memory.rows[row.target * stride : row.target * stride + stride] = source
         for page in plan.page_copies:
             kept = ENTRY_BYTES * page.num_tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from flare_cache.record_link import RECORD_ACK, RECORD_STARTED, decode_ack, decode_job, decode_started
 from flare_core.engine.request import CancelRequest, Drain, ResetCache
 from flare_core.prefix import Tier
 from flare_qualify.sim.files import DiskRates
@@ -13,6 +14,7 @@ from flare_qualify.sim.links import SimLink
 from flare_qualify.sim.options import FaultKind, Options
 from flare_qualify.sim.process import RankProcess
 from flare_qualify.sim.seeding import diverge
+from flare_transport.framing import HEADER_BYTES
 
 if TYPE_CHECKING:
     from flare_qualify.sim.world import World
@@ -35,6 +37,11 @@ def disk_rates(options: Options) -> DiskRates:
         name_eio=rate if FaultKind.NAME_EIO in kinds else 0.0,
         short_io=rate * 3 if FaultKind.SHORT_IO in kinds else 0.0,
     )
+
+
+def _peer_of(link: SimLink) -> int:
+    """The rank at whose end a frame was sent."""
+    return int(link.name.partition(" r")[2].partition("-")[0])
 
 
 class Faults:
@@ -204,7 +211,20 @@ class Faults:
         frames = self._old_frames.get(link.name) if link is not None else None
         if link is not None and frames:
             self._effect(group)
-            link.put(self._rng.choice(frames))
+            fitting = [frame for frame in frames if self._fits(group, link, frame)]
+            link.put(self._rng.choice(fitting if fitting and self._rng.random() < 0.8 else frames))
+
+    def _fits(self, group: Group, link: SimLink, frame: bytes) -> bool:
+        """The frame of an earlier run names a job that could be meant now."""
+        payload = frame[HEADER_BYTES:]
+        flights = group.leader.machine._flights
+        if frame[5] == RECORD_ACK.code:
+            job_id = decode_ack(payload).result.job_id
+            clock = flights[job_id].clocks.get(_peer_of(link)) if job_id in flights else None
+            return clock is not None and clock.is_started
+        if frame[5] == RECORD_STARTED.code:
+            return decode_started(payload).job_id in flights
+        return decode_job(payload).job.job_id > group.leader.machine._last_job_id
 
     def remember(self, group: Group) -> None:
         """Keep what the run's record links carried, to bring it up again in a later run."""
@@ -216,10 +236,12 @@ class Faults:
     def _rot(self, group: Group) -> None:
         del group
         disk = self._rng.choice(self._world.disks)
-        files = [inode for _, inode in sorted(disk.records().items()) if inode.data]
+        files = [name for name, inode in sorted(disk.records().items()) if inode.data]
         if not files:
             return
-        inode = self._rng.choice(files)
+        name = self._rng.choice(files)
+        inode = disk.names[name]
+        disk.excused.add(name)
         at = self._rng.randrange(len(inode.data))
         inode.data[at] ^= 1 << self._rng.randrange(8)
         inode.is_damaged = True
@@ -227,7 +249,7 @@ class Faults:
         inode.sync()
 
     def _fill(self, group: Group) -> None:
-        del group
+        group.may_fail_join = True
         world = self._world
         disk = self._rng.choice(world.disks)
         disk.is_full = True

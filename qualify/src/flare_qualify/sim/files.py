@@ -120,6 +120,9 @@ class SimFiles:
         del mode
         self._enter()
         inode = self.disk.names.get(name)
+        if (inode is not None or flags & os.O_CREAT) and self._strikes(self.rates.read_eio):
+            self.disk.excused.add(name)
+            raise _fail(errno.EIO)
         if flags & os.O_CREAT:
             if inode is not None and flags & os.O_EXCL:
                 raise _fail(errno.EEXIST)
@@ -136,9 +139,6 @@ class SimFiles:
                 inode.data = bytearray()
         if inode is None:
             raise _fail(errno.ENOENT)
-        if self._strikes(self.rates.read_eio):
-            self.disk.excused.add(name)
-            raise _fail(errno.EIO)
         self._last_fd += 1
         self._open[self._last_fd] = (inode, name)
         return self._last_fd

@@ -28,7 +28,8 @@ def check_all(checks: Checks, group: Group) -> None:
     charged = store._records[Tier.DISK]._budget.charged_bytes
     limit = store._records[Tier.DISK]._budget.limit_bytes
     for disk in group.context.disks:
-        used = sum(len(inode.data) for name, inode in disk.names.items() if name.endswith((".rec", ".tmp")))
+        files = {inode.number: inode for name, inode in disk.names.items() if name.endswith((".rec", ".tmp"))}
+        used = sum(len(inode.data) for inode in files.values())
         if used > charged or charged > limit:
             raise Violation("disk limit", f"rank {disk.rank} holds {used} bytes, {charged} of {limit} are charged")
     for process in group.processes:

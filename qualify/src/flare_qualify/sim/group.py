@@ -39,6 +39,8 @@ class Group:
         self.first_death: float | None = None
         self.is_lethal = False
         """A fault was injected that may end this run."""
+        self.may_fail_join = False
+        """Calls on files may fail that a start cannot do without."""
         self.stalled_seconds = 0.0
         self.lost_since: float | None = None
         """Since when nothing arrives on some link."""
@@ -46,6 +48,7 @@ class Group:
         self.confirmed: set[int] = set()
         self.has_joined = False
         self._num_open = 0
+        self._have_met = False
 
     @property
     def is_serving(self) -> bool:
@@ -77,8 +80,8 @@ class Group:
         return open_rank
 
     def call_off(self) -> None:
-        """Some rank cannot start: the others, which have not met it, give up too."""
-        if self._num_open < len(self.processes):
+        """Some rank is gone: the others, if they have not met it, give up too."""
+        if not self._have_met:
             for process in self.processes:
                 process.end("called off")
 
@@ -87,6 +90,7 @@ class Group:
             for process in self.processes:
                 process.end("called off")
             return
+        self._have_met = True
         first = self.processes[0]
         controls: dict[int, SimLink] = {}
         records: dict[int, SimLink] = {}

@@ -275,6 +275,7 @@ class Leader:
         if number != self._turn or engine is None or self.poison_seen:
             return
         self._is_waiting = False
+        was_poisoned = self.poison is not None and engine.due is None
         try:
             progressed = engine.begin() if engine.due is None else True
         except Poisoned as error:
@@ -282,6 +283,8 @@ class Leader:
             self.process.context.loop.note(f"engine stops: {error}")
             self.process.exit_within(_EXIT_SECONDS, f"poisoned: {error}")
             return
+        if was_poisoned:
+            raise Violation("after poison", f"the engine goes on after: {self.poison}")
         due = cast("_Pending | None", engine.due)
         if due is not None:
             if due.value is None:

@@ -72,7 +72,8 @@ class Ledger:
                 restorer = restored_by.get(place)
                 if restorer is not None and restorer not in self.needed:
                     raise Violation(
-                        "needs_jobs", f"rank {self.rank}: step {use.step} reads {_name(place)} without needing {restorer}"
+                        "needs_jobs",
+                        f"rank {self.rank}: step {use.step} reads {_name(place)} without needing {restorer}",
                     )
         self.step = use
 

@@ -55,9 +55,7 @@ class Model:
     def geometries(self) -> tuple[Geometry, ...]:
         """Every rank's."""
         return tuple(
-            Geometry(
-                rank, self.world_size, self.page_tokens, self._planes(rank), ENTRY_BYTES if self.has_rows else 0
-            )
+            Geometry(rank, self.world_size, self.page_tokens, self._planes(rank), ENTRY_BYTES if self.has_rows else 0)
             for rank in range(self.world_size)
         )
 
@@ -119,9 +117,7 @@ class Model:
         """The token at ``position`` after a prefix with these words, if every byte read is right."""
         zero = bytes(ENTRY_BYTES)
         parts = [
-            self.condense(
-                self.entries(digests, rank), self.row_after(zero, digests, rank) if self.has_rows else b""
-            )
+            self.condense(self.entries(digests, rank), self.row_after(zero, digests, rank) if self.has_rows else b"")
             for rank in range(self.world_size)
         ]
         return choose_token(parts, position, self.vocab_size)

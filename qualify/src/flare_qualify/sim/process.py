@@ -115,7 +115,9 @@ class RankProcess:
             context.model,
             self.memory,
             self.ledger,
-            are_jobs_finished=lambda jobs: not jobs or (self.transport is not None and self.transport.are_finished(jobs)),
+            are_jobs_finished=lambda jobs: (
+                not jobs or (self.transport is not None and self.transport.are_finished(jobs))
+            ),
             compute_after=lambda call: self.after(self.step_seconds(), self.label_computes, call),
             on_computed=self._computed,
             on_finished=lambda result: self.on_step(result),

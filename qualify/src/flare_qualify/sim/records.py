@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from flare_cache.digest import ROW_INDEX, section_digest
+from flare_cache import transfer
+from flare_cache.digest import ROW_INDEX
 from flare_cache.jobs import RecordIdentity
 from flare_cache.record import RecordError, RecordHeader, check_header, decode_header
 from flare_core.geometry import SetIdentity
@@ -86,7 +87,9 @@ class DiskReader:
         for index in range(layout.num_pages + found.has_tail):
             start = layout.section_offset(index)
             section = memoryview(data)[start : start + layout.page_bytes]
-            if section_digest(identity.store_id, disk.rank, index=index, payload=[section]) != header.digest_at(index):
+            if transfer.section_digest(
+                identity.store_id, disk.rank, index=index, payload=[section]
+            ) != header.digest_at(index):
                 return f"the digest of section {index} is wrong"
             if expected is not None:
                 right = expected[index]
@@ -96,9 +99,9 @@ class DiskReader:
                     return f"section {index} holds bytes behind its {len(right) // 8} tokens"
         if found.has_row:
             row = memoryview(data)[layout.tail_end : layout.row_end]
-            if section_digest(identity.store_id, disk.rank, index=ROW_INDEX, payload=[row]) != header.digest_at(
-                layout.num_digests - 1
-            ):
+            if transfer.section_digest(
+                identity.store_id, disk.rank, index=ROW_INDEX, payload=[row]
+            ) != header.digest_at(layout.num_digests - 1):
                 return "the digest of the row is wrong"
             right_row = self.oracle.row(identity, disk.rank)
             if right_row is not None and row[: len(right_row)] != right_row:

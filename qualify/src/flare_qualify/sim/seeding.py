@@ -8,7 +8,8 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from flare_cache.digest import ROW_INDEX, section_digest
+from flare_cache import transfer
+from flare_cache.digest import ROW_INDEX
 from flare_cache.jobs import RecordIdentity, record_file_name
 from flare_cache.record import encode_header, file_layout
 from flare_core.keys import chain_keys, next_key, root_key, token_array
@@ -44,12 +45,14 @@ def _record_bytes(world: World, identity: RecordIdentity, token_ids: bytes, rank
         raise ValueError("a seeded record whose prefix is not known")
     pages = [_page(section, geometry.page_bytes) for section in sections]
     digests = [
-        section_digest(identity.store_id, rank, index=index, payload=[memoryview(page)])
+        transfer.section_digest(identity.store_id, rank, index=index, payload=[memoryview(page)])
         for index, page in enumerate(pages)
     ]
     if identity.has_row:
         pages.append(_page(row, geometry.row_stride))
-        digests.append(section_digest(identity.store_id, rank, index=ROW_INDEX, payload=[memoryview(pages[-1])]))
+        digests.append(
+            transfer.section_digest(identity.store_id, rank, index=ROW_INDEX, payload=[memoryview(pages[-1])])
+        )
     header = encode_header(
         identity,
         token_ids,
@@ -118,10 +121,9 @@ def seed_records(world: World) -> None:
                     _put(disk, name, data)
 
 
-def _put_odd(
-    world: World, disk: SimDisk, identity: RecordIdentity, *, token_ids: bytes, data: bytes, how: str
-) -> None:
+def _put_odd(world: World, disk: SimDisk, identity: RecordIdentity, *, token_ids: bytes, data: bytes, how: str) -> None:
     rng, name = world.rng, record_file_name(identity.key)
+    disk.excused.add(name)
     match how:
         case "other store":
             twin = RecordIdentity(
@@ -136,7 +138,9 @@ def _put_odd(
         case "rubbish":
             _put(disk, name, rng.randbytes(rng.choice((0, 100, 8192))))
         case "misnamed":
-            _put(disk, record_file_name(rng.randbytes(32)), data)
+            wrong = record_file_name(rng.randbytes(32))
+            disk.excused.add(wrong)
+            _put(disk, wrong, data)
         case _:
             pass
 
@@ -156,6 +160,7 @@ def diverge(world: World) -> None:
         case "cut" if names:
             name = rng.choice(names)
             inode = disk.names[name]
+            disk.excused.add(name)
             size = rng.choice((0, len(inode.data) // 2, max(0, len(inode.data) - 4096)))
             del inode.data[size:]
             inode.is_damaged = True

@@ -60,9 +60,7 @@ class World:
         self.options = options
         self.loop = EventLoop(keep_log=keep_log)
         self.rng = Random(f"world {options.seed}")
-        self.model = Model(
-            options.world_size, options.page_tokens, _VOCAB_SIZE, options.has_rows, options.is_uneven
-        )
+        self.model = Model(options.world_size, options.page_tokens, _VOCAB_SIZE, options.has_rows, options.is_uneven)
         self.settings = _settings(options, self.model)
         self.disks = [SimDisk(rank) for rank in range(options.world_size)]
         oracle = Oracle(self.model)
@@ -114,6 +112,7 @@ class World:
 
     def _start_group(self) -> None:
         self._is_restart_due = False
+        self.device_faults.clear()
         self._num_groups += 1
         settings = msgspec_replace_loss(self.settings, accept_loss=self.accept_loss)
         context = RunContext(
@@ -133,6 +132,7 @@ class World:
         )
         self.group = Group(context, self._num_groups, self.checks)
         self.group.is_lethal = self.faults.may_fail_start
+        self.group.may_fail_join = self.faults.may_fail_join
         self.checks.begin(self.group)
         self.group.start()
 
@@ -165,7 +165,7 @@ class World:
             group.is_lethal = True
             for process in group.processes:
                 process.end("restarted by the operator")
-        elif self.rng.random() < 0.3:
+        elif group.is_serving and self.rng.random() < 0.3:
             group.is_lethal = True
             group.leader.drain([Drain()])
 
@@ -227,7 +227,9 @@ class World:
             return False
         is_open = any(not stream.is_over for stream in self.checks.streams.values())
         scheduler = leader.scheduler
-        is_empty = not (scheduler.num_unfinished or scheduler.num_transfers or scheduler._active or scheduler._last_builder)
+        is_empty = not (
+            scheduler.num_unfinished or scheduler.num_transfers or scheduler._active or scheduler._last_builder
+        )
         return not is_open and is_empty and leader.store.is_idle and not leader.has_steps
 
 

@@ -1,0 +1,148 @@
+"""Runs many seeds, on some processes, and sums up what came of them. Imported by the suites and the command line."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+
+import msgspec
+
+from flare_qualify.sim.options import expand
+from flare_qualify.sim.planted import PLANTED_BUGS, PlantedBug
+from flare_qualify.sim.world import Outcome, run_world
+
+__all__ = ["BugResult", "Summary", "hunt", "iterate_seeds", "run_seeds"]
+
+_CHUNK_SEEDS = 25
+
+
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run of seeds came to.
+
+    Attributes:
+        start, num_seeds, num_events: what was run.
+        seconds: of the wall clock; ``num_processes`` ran beside each other.
+        schedules_per_minute: of a thousand events, on one process.
+        violations: worlds in which a rule was broken.
+        counts: what happened in all of them.
+    """
+
+    start: int
+    num_seeds: int
+    num_events: int
+    seconds: float
+    num_processes: int
+    schedules_per_minute: float
+    violations: list[Outcome]
+    counts: dict[str, int]
+
+
+class BugResult(msgspec.Struct, frozen=True, kw_only=True):
+    """One planted bug: the first seeds of each of several ranges that show it, and by which rule."""
+
+    name: str
+    breaks: str
+    is_caught: bool
+    seeds_to_catch: list[int]
+    rules: dict[str, int]
+
+    @property
+    def median(self) -> int | None:
+        """Median number of seeds until it shows."""
+        found = sorted(self.seeds_to_catch)
+        return found[len(found) // 2] if found else None
+
+
+def _run_chunk(seeds: range, num_events: int) -> list[Outcome]:
+    logging.disable(logging.CRITICAL)
+    gc.disable()
+    try:
+        return [run_world(expand(seed, num_events=num_events))[0] for seed in seeds]
+    finally:
+        gc.enable()
+        gc.collect()
+
+
+def iterate_seeds(seeds: range, *, num_processes: int = 1, num_events: int = 1000) -> Iterator[Outcome]:
+    """The outcome of each seed, in order."""
+    chunks = [seeds[at : at + _CHUNK_SEEDS] for at in range(0, len(seeds), _CHUNK_SEEDS)]
+    if num_processes == 1:
+        for chunk in chunks:
+            yield from _run_chunk(chunk, num_events)
+        return
+    with ProcessPoolExecutor(num_processes) as pool:
+        for outcomes in pool.map(_run_chunk, chunks, [num_events] * len(chunks)):
+            yield from outcomes
+
+
+def run_seeds(
+    start: int,
+    count: int,
+    *,
+    num_processes: int = 1,
+    num_events: int = 1000,
+    on_outcome: Callable[[Outcome], None] | None = None,
+) -> Summary:
+    """Run ``count`` seeds from ``start`` on; ``on_outcome`` is told each, in order. Blocks for some 0.1 s a seed."""
+    began = time.monotonic()
+    violations: list[Outcome] = []
+    counts: Counter[str] = Counter()
+    total = 0
+    for outcome in iterate_seeds(range(start, start + count), num_processes=num_processes, num_events=num_events):
+        total += outcome.num_events
+        counts.update(outcome.counts)
+        if outcome.rule:
+            violations.append(outcome)
+        if on_outcome is not None:
+            on_outcome(outcome)
+    seconds = time.monotonic() - began
+    return Summary(
+        start=start,
+        num_seeds=count,
+        num_events=total,
+        seconds=seconds,
+        num_processes=num_processes,
+        schedules_per_minute=total / 1000 / (seconds or 1.0) * 60 / num_processes,
+        violations=violations,
+        counts=dict(sorted(counts.items())),
+    )
+
+
+def hunt(bug: PlantedBug, *, start: int = 0, max_seeds: int = 5000, num_hunts: int = 5) -> BugResult:
+    """Look for a planted bug from several places on, each time until a seed shows it or ``max_seeds`` have not."""
+    found: list[int] = []
+    rules: Counter[str] = Counter()
+    with bug.plant():
+        for number in range(num_hunts):
+            first = start + number * max_seeds
+            outcome, num_tried = _first_violation(range(first, first + max_seeds))
+            if outcome is None:
+                break
+            found.append(num_tried)
+            rules[outcome.rule] += 1
+    return BugResult(
+        name=bug.name,
+        breaks=bug.breaks,
+        is_caught=len(found) == num_hunts,
+        seeds_to_catch=found,
+        rules=dict(rules),
+    )
+
+
+def _first_violation(seeds: Iterable[int]) -> tuple[Outcome | None, int]:
+    logging.disable(logging.CRITICAL)
+    num_tried = 0
+    for num_tried, seed in enumerate(seeds, 1):
+        outcome, _ = run_world(expand(seed))
+        if outcome.rule:
+            return outcome, num_tried
+    return None, num_tried
+
+
+def bug_named(name: str) -> PlantedBug:
+    """The planted bug of that name. Raises KeyError."""
+    return {bug.name: bug for bug in PLANTED_BUGS}[name]
