@@ -30,6 +30,7 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
+from flare_cache.directory_files import OsFiles
 from flare_cache.record_file import read_header
 from flare_cache.record_plan import DEFAULT_RECORD_BYTES
 from flare_cache.staged import DEFAULT_NUM_THREADS
@@ -188,7 +189,7 @@ def _sections(directory: Path) -> list[dict[str, object]]:
     for path in sorted(directory.glob("*.rec")):
         fd = os.open(path, os.O_RDONLY)
         try:
-            header = read_header(fd)
+            header = read_header(OsFiles(-1), fd)  # only the descriptor is used
         finally:
             os.close(fd)
         first_page = header.identity.start // header.identity.page_tokens
