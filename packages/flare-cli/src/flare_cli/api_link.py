@@ -55,7 +55,7 @@ class ApiLink:
         router.route(SNAPSHOT_QUERY, lambda _, __: self._take_query())
         router.route(ABANDON, lambda _, __: self._on_abandon())
         router.on_end(self._take_end)
-        self._link.start(router)
+        self._link.start(router, pulse=lambda: b"")
 
     def receive_config(self) -> RunConfig:
         """The configuration; blocks until it has come."""

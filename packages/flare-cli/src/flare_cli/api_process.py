@@ -49,7 +49,7 @@ from flare_cli.worker_protocol import (
     WorkerLost,
 )
 from flare_core.errors import UsageError
-from flare_transport import Link, LinkEnd, local_link
+from flare_transport import EndCause, Link, LinkEnd, local_link
 
 __all__ = ["run_api"]
 
@@ -231,6 +231,8 @@ class _ApiProcess:
     def _on_end(self, end: LinkEnd) -> None:
         if end.is_loss and self.start_failure is None:
             self.loss = self.loss or end.detail
+        if end.cause is EndCause.SILENT:
+            self.worker.kill()  # stopped or stuck as a whole: it will not end by itself
         self.ended.set()
 
     def _on_signal(self) -> None:

@@ -89,7 +89,7 @@ class EngineClient:
         router.route(EVENTS, lambda _, payload: self._hand_over(self._take_events, bytes(payload)))
         router.route(NOTICE, lambda _, payload: self._hand_over(self._take_notice, bytes(payload)))
         router.on_end(lambda _, end: self._hand_over(self._take_end, end))
-        self.link.start(router)
+        self.link.start(router, pulse=lambda: b"")
 
     def submit(self, request: EngineRequest, queue: OutputQueue, tag: int) -> str:
         """See ``Engine.submit``."""

@@ -6,10 +6,12 @@ notices (stages of the start, readiness, failure, snapshots) and engine events. 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 
 from flare_cli.snapshot import ClusterSnapshot
-from flare_transport import FIRST_CONSUMER_CODE, FrameType, LinkSettings
+from flare_transport import FIRST_CONSUMER_CODE, FrameType, HeartbeatSettings, LinkSettings
 
 __all__ = [
     "ABANDON",
@@ -19,6 +21,7 @@ __all__ = [
     "LOCAL_LINK_SETTINGS",
     "NOTICE",
     "SNAPSHOT_QUERY",
+    "WORKER_LINK_SETTINGS",
     "DrainAsked",
     "Notice",
     "Ready",
@@ -40,6 +43,10 @@ ABANDON = FrameType(FIRST_CONSUMER_CODE + 5, "ABANDON", 0)
 
 LOCAL_LINK_SETTINGS = LinkSettings(max_queue_frames=1 << 16, max_queue_bytes=256 << 20)
 """Both ends are of one host and one owner: deep queues, so that a busy event loop does not end the engine."""
+
+PATIENCE_SECONDS = 60.0
+WORKER_LINK_SETTINGS = replace(LOCAL_LINK_SETTINGS, heartbeat=HeartbeatSettings(deadline_seconds=PATIENCE_SECONDS))
+"""The worker's end. A silent worker is lost like a silent rank; a silent API process may still be starting."""
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):
