@@ -20,6 +20,7 @@ from flare_qualify.checkers.records import ReportedRecords, check_parity, record
 from flare_qualify.client import Answer, ServerError
 from flare_qualify.faults.record_trial import Found
 from flare_qualify.group import Group
+from flare_qualify.models import PAGE_TOKENS
 from flare_qualify.run_context import Context
 from flare_qualify.workloads.prompts import prompt_of
 from flare_qualify.workloads.requests import Attempt, ask, attempt, drop_device_copies
@@ -68,7 +69,7 @@ class Drill:
 
     def learn(self) -> None:
         """Ask every prompt cold, hold the answers against the oracle, and note what is stored then."""
-        for name, prompt in (self.prompts | self.side).items():
+        for name, prompt in (self.side | self.prompts).items():
             self._learn_one(name, prompt)
         self.reported.note(self.group)
 
@@ -81,15 +82,30 @@ class Drill:
             self._learn_one(f"new prompt {number}", prompt_of(number, _PROMPT_TOKENS))
         self.group.wait_stored()
 
+    def await_store(self, when: str, number: int, *, timeout: float = 15.0) -> int:
+        """Ask new prompts from ``number`` on until a record stays, which must be in time; the next number."""
+        start = time.monotonic()
+        before = {file.name for file in self.group.record_files(0)}
+        while time.monotonic() - start < timeout:
+            self.ask_new(number)
+            number += 1
+            if {file.name for file in self.group.record_files(0)} - before:
+                self.context.timed(f"{when}: stores go on", time.monotonic() - start, limit=timeout)
+                return number
+            time.sleep(0.2)
+        self.context.check(False, f"{when}: nothing was stored within {timeout:g} s")
+        return number
+
     def _learn_one(self, name: str, prompt: list[int]) -> None:
         answer = ask(self.group.url, prompt, cache_salt=name)
         self.references.learn_oracle(name, answer, model=self.model, prompt=prompt, world_size=self.group.world_size)
 
     def file_of(self, name: str) -> str:
-        """Name of the record that holds a prompt from its start to its end; empty where there is none."""
-        token_ids = struct.pack(f"<{_PROMPT_TOKENS - 1}I", *self.prompts[name][:-1])
+        """Name of the record that holds a prompt's beginning, and most of it; empty where there is none."""
+        whole = self.prompts[name][: _PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS]
+        beginning = struct.pack(f"<{len(whole)}I", *whole)
         for file, record in records_of(self.group, 0).items():
-            if not record.header.identity.parent_key and record.header.token_ids == token_ids:
+            if not record.header.identity.start and record.header.token_ids.startswith(beginning):
                 return file
         return ""
 

@@ -232,8 +232,8 @@ def slowed_down(disk: LoopDisk, pids: list[int], *, bytes_per_second: int) -> It
         yield f"blkio.throttle has {rule}"
     finally:
         with contextlib.suppress(OSError):
-            for pid in (group / "cgroup.procs").read_text().split():
+            for left in (group / "cgroup.procs").read_text().split():
                 with contextlib.suppress(FaultError):
-                    write_control_file(BLKIO_ROOT / "cgroup.procs", pid)
+                    write_control_file(BLKIO_ROOT / "cgroup.procs", left)
         with contextlib.suppress(OSError):
             group.rmdir()

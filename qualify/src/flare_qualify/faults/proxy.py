@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from flare_qualify.faults.line_faults import Close, Effect, Hold, Line, LineFault, Pause, Send
 
@@ -185,7 +186,7 @@ class FaultProxy:
                 self._cut(connection, Close.RESET)
             self._changed.notify_all()
         for direction in Direction:
-            self._spawn(lambda way=direction: self._pump(connection, way, route.before_answer), name)
+            self._spawn(partial(self._pump, connection, direction, route.before_answer), name)
 
     def _pump(self, connection: _Connection, direction: Direction, before_answer: Callable[[], None]) -> None:
         source, sink = connection.ends(direction)

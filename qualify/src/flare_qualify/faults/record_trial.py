@@ -150,4 +150,5 @@ def read_back(root: Path, numbers: Sequence[int], *, world_size: int = 2) -> Fou
 
 def _unequal(group: LocalGroup) -> list[str]:
     names = [set(rank.file_sizes()) for rank in group.ranks]
-    return sorted(set().union(*names) - set.intersection(*names))
+    everywhere = names[0].intersection(*names[1:])
+    return sorted(names[0].union(*names[1:]) - everywhere)

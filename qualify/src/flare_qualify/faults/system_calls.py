@@ -30,7 +30,7 @@ WRITE_SIDE_CALLS = (
 """Calls by which a record directory or a file in it changes; making a file is an ``openat`` on the directory."""
 
 _ATTACH_SECONDS = 10.0
-_FIRED = ("(INJECTED)", "(DELAYED)")
+_FIRED = ("(INJECTED)", "(DELAYED)", "= ?")
 _CALL = re.compile(r"(?:(\d+)\s+)?(?:\d+\.\d+ )?(\w+)\(")
 
 
@@ -68,7 +68,7 @@ class Trace:
         return self.path.read_text(errors="replace").splitlines() if self.path.exists() else []
 
     def fired(self) -> list[str]:
-        """Calls that were tampered with, and deaths by a signal."""
+        """Calls that were tampered with or never came back, and deaths by a signal."""
         return [line for line in self.lines() if line.endswith(_FIRED) or "+++ killed by" in line]
 
     def most_calls(self) -> Counter[str]:

@@ -54,7 +54,7 @@ def _freeze_directory(context: Context, drill: Drill, name: str) -> None:
 def _freeze_record(context: Context, drill: Drill, name: str) -> None:
     """A damaged record that cannot be removed: a miss all the same, on every rank, now and after a restart."""
     group = drill.group
-    path = min(group.record_directory(_RANK).glob("*.rec"))
+    path = group.record_directory(_RANK) / drill.file_of(context.rng.choice(list(drill.prompts)))
     with path.open("r+b") as file:
         file.seek(5000)
         byte = file.read(1)

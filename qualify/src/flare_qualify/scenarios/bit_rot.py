@@ -17,6 +17,7 @@ from flare_qualify.faults.corruption import (
     damage_file,
     make_foreign_names,
     overwrite,
+    read_record,
     swap_first_pages,
 )
 from flare_qualify.run_context import Context
@@ -45,9 +46,13 @@ def _damage_all(context: Context, drill: Drill, names: dict[str, str]) -> list[_
     for kind, prompt_name in zip(DAMAGES, drill.prompts, strict=True):
         rank = context.rng.randrange(group.world_size)
         path = group.record_directory(rank) / names[prompt_name]
+        is_end_read = read_record(path).header.identity.end == len(drill.prompts[prompt_name]) - 1
         damaged = damage_file(path, DAMAGES[kind], context.rng)
         if damaged is not None:
-            hits.append(_Hit(kind, rank, path.name, damaged.what, damaged.consequence))
+            # A record that goes on to the end of an answer has a tail and a row that the prompt does not need.
+            is_read = is_end_read or kind not in {"tail", "row"}
+            consequence = damaged.consequence if is_read else Consequence.HARMLESS
+            hits.append(_Hit(kind, rank, path.name, damaged.what, consequence))
     return hits
 
 
@@ -55,17 +60,17 @@ def run_rot(context: Context, *, model: str, world_size: int) -> None:
     """All kinds of damage at once, then a start that opens every header, and one that trusts its hint."""
     group = context.group(model, world_size)
     with open_drill(context, group, model=model, num_prompts=len(DAMAGES)) as drill:
-        names = {name: drill.file_of(name) for name in drill.prompts}
-        context.require(all(names.values()), "not every prompt has a record of its own")
         rounds = 12 if context.is_long else 1
         for case in context.cases(f"{how}, {n}" for n in range(rounds) for how in ("headers read", "hint trusted")):
-            _rot(context, drill, names, case)
+            _rot(context, drill, case)
         group.stop()
 
 
-def _rot(context: Context, drill: Drill, names: dict[str, str], case: str) -> None:
+def _rot(context: Context, drill: Drill, case: str) -> None:
     group, trusts_hint = drill.group, case.startswith("hint")
     group.stop()
+    names = {name: drill.file_of(name) for name in drill.prompts}
+    context.require(all(names.values()), "not every prompt has a record of its own")
     hits = _damage_all(context, drill, names)
     for rank in range(group.world_size):
         if not trusts_hint:

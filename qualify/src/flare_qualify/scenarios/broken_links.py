@@ -122,7 +122,7 @@ def _endure(context: Context, lines: ProxiedGroup, drill: Drill, name: str, faul
         for direction in Direction:
             lines.proxy.arm(route, direction, fault)
     with drill.traffic() as traffic:
-        time.sleep(6.5 if not isinstance(fault, SlowClose) else 1.0)
+        time.sleep(1.0 if isinstance(fault, SlowClose) else 5.5)
     drill.check_traffic(traffic, name, fired_at=None)
     context.check(traffic.num_answered() > 0, f"{name}: nothing was answered")
     drill.check_at_rest(name)

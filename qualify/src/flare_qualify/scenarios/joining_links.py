@@ -21,9 +21,9 @@ from flare_qualify.scenario import Scenario
 __all__ = ["SCENARIOS"]
 
 _SETTLE_SECONDS = 25.0
-_MEET_OPTIONS = ("--rendezvous-timeout", "8s")
+_MEET_OPTIONS = ("--rendezvous-timeout", "6s")
 _POSITIONS = (0, 11, 40, 200, 500, 900, 1500, 2500, 4000)
-_STANDARD = ((CONTROL, 200, "cut"), (CONTROL, 40, "flip"), (RECORDS, 0, "cut"), (RECORDS, 900, "cut"))
+_STANDARD = ((CONTROL, 200, "cut"), (CONTROL, 40, "flip"), (RECORDS, 900, "cut"))
 
 
 def _fault(kind: str, at: int) -> LineFault:

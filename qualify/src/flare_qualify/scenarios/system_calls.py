@@ -182,7 +182,7 @@ def run_store(context: Context) -> None:
         shutil.rmtree(context.directory / "template", ignore_errors=True)
         loop.prepare(lambda _: None)
         actions = (_KILL, "error=EIO", "error=ENOSPC")
-        chosen = _chosen(context, _tamperings(loop.count(), actions), 14)
+        chosen = _chosen(context, _tamperings(loop.count(), actions), 11)
         for case in context.cases(f"{durability}: {name}" for name in chosen):
             tampering = chosen[case.partition(": ")[2]]
             child, fired, found = loop.tampered(tampering)
@@ -199,7 +199,7 @@ def run_join(context: Context) -> None:
     loop.prepare(_disagree)
     intact = loop.intact()
     context.require(0 < len(intact) < _SAVED, f"the directories were to disagree, and share {intact}")
-    chosen = _chosen(context, _tamperings(loop.count(), (_KILL, "error=EIO")), 16)
+    chosen = _chosen(context, _tamperings(loop.count(), (_KILL, "error=EIO")), 14)
     for case in context.cases(chosen):
         tampering = chosen[case]
         child, fired, found = loop.tampered(tampering)

@@ -7,7 +7,6 @@ one thread's work, so that "the second write" is the header of some store.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from flare_qualify.fault_drill import Drill, open_drill
@@ -59,11 +58,6 @@ def _error_cases() -> dict[str, _Case]:
     }
 
 
-def _numbers() -> Iterator[int]:
-    """Numbers of prompts that nobody has asked yet."""
-    yield from range(500, 1_000_000)
-
-
 def run_kills(context: Context) -> None:
     """Killed at a call: the group is gone, and comes back with all that it had reported."""
     cases = _kill_cases()
@@ -91,7 +85,7 @@ def _kill(context: Context, drill: Drill, name: str, case: _Case) -> None:
             context.vacuous(f"{name}: nothing fired")
             return
         fired_at = time.monotonic()
-        context.fault_fired(name, fired[-1])
+        context.fault_fired(name, "; ".join(fired[-2:]))
         victims = (1,) if case.role == "rank1" else ()
         drill.expect_end(name, members, [traffic], fired_at=fired_at, victims=victims)
     drill.recover(name, at_least=len(drill.prompts))
@@ -102,12 +96,12 @@ def run_errors(context: Context) -> None:
     """Failed at a call: the store is taken back on every rank; no request notices, nobody ends."""
     cases = _error_cases()
     chosen = list(cases) if context.is_long else list(cases)[::4]
-    group, numbers = context.group("oracle", 2), _numbers()
+    group, number = context.group("oracle", 2), 500
     with open_drill(context, group) as drill:
         for name in context.cases(chosen):
             case, members = cases[name], group.members()
             with attached(members[case.role], case.injection, context.directory / "error.trace") as trace:
-                drill.ask_new(*(next(numbers) for _ in range(2)))
+                drill.ask_new(number, number + 1)
                 fired = trace.fired()
             if not fired:
                 context.vacuous(f"{name}: nothing fired")
@@ -117,6 +111,7 @@ def run_errors(context: Context) -> None:
             drill.answer_all(name, at_least=len(drill.prompts))
             drill.check_at_rest(name)
             drill.reported.check(group, name)
+            number = drill.await_store(name, number + 2)
         group.stop()
         drill.recover("after failed calls", at_least=len(drill.prompts))
         group.stop()
