@@ -132,6 +132,18 @@ def test_a_store_that_cannot_be_undone_says_so(open_rank, new_identity, monkeypa
     assert len(rank.names()) == 2
 
 
+def test_an_unlink_removes_what_a_failed_store_could_not(open_rank, new_identity, monkeypatch) -> None:
+    rank = open_rank()
+    monkeypatch.setattr(os, "pwritev", failing(os.pwritev))
+    monkeypatch.setattr(os, "unlink", failing(os.unlink))
+    assert rank.store(new_identity()).status is JobStatus.UNCLEAN
+    monkeypatch.undo()
+    assert len(rank.names()) == 1
+    assert rank.unlink(new_identity()).status is JobStatus.OK
+    assert rank.names() == []
+    assert rank.directory.charged_bytes == 0
+
+
 def test_a_record_whose_temporary_name_stays_is_taken_back(open_rank, new_identity, monkeypatch) -> None:
     rank = open_rank()
     monkeypatch.setattr(os, "unlink", failing(os.unlink, times=1))

@@ -13,7 +13,7 @@ import pytest
 from flare_cache import record_group
 from flare_cache.dispatcher import Dispatcher
 from flare_cache.join_messages import Apply
-from flare_cache.join_shell import JoinInbox, _Run
+from flare_cache.join_shell import JoinInbox, JoinRun
 from flare_cache.outcomes import ShardedLimits
 from flare_cache.record_group import start_leader, start_peer
 from flare_cache.record_link import RECORD_JOIN, Progress, encode_progress
@@ -124,10 +124,10 @@ def test_a_message_larger_than_the_queue_waits_for_room_until_the_deadline():
         def send(self, frame_type, payload=b"") -> None:
             raise attempts.pop(0)
 
-    run = _Run({1: Full()}, lambda _: None, lambda _: [], lambda _: [], time.monotonic() + 60)
+    run = JoinRun({1: Full()}, lambda _: None, lambda _: [], lambda _: [], time.monotonic() + 60)
     run._tell(1, Apply())
     assert attempts == []
-    late = _Run({1: Full()}, lambda _: None, lambda _: [], lambda _: [], 0.0)
+    late = JoinRun({1: Full()}, lambda _: None, lambda _: [], lambda _: [], 0.0)
     attempts.append(QueueFull("full"))
     late._tell(1, Apply())
     assert attempts == []

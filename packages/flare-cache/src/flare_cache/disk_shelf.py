@@ -141,8 +141,12 @@ class DiskShelf:
         return self.directory.truncate(record_file_name(job.record.key), size)
 
     def unlink(self, job: Job) -> int:
-        """Remove the file, damaged or not, unless it is sound and another store's, or not this set's."""
+        """Remove the file, damaged or not, unless it is sound and another store's, or not this set's.
+
+        A temporary that a failed store of this record could not remove goes too: this may be what undoes it.
+        """
         failpoint("unlink.begin")
+        self.directory.remove(temporary_name(job.record.key, job.record.store_id))
         try:
             self._stored_header(job)
         except RecordError as error:

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from flare_cache.directory import RecordDirectory
+from flare_cache.disk_shelf import Durability
 from flare_cache.header_columns import file_ends
 from flare_cache.jobs import record_file_name
 from flare_cache.join_messages import Applied
@@ -68,9 +69,12 @@ def apply_verdicts(
 ) -> Applied:
     """Write ``set.json`` if it says something else, unlink what is not kept, leaves first, truncate what others lack.
 
+    Where records are to outlive a power cut, the names of what stays are durable then: a process that died in the
+    middle of a store may have left a record whole whose name is not.
+
     Raises:
         UsageError: ``set.json`` cannot be written.
-        OSError: a file cannot be removed or cut; what was done stays done, and the next join goes on from there.
+        OSError: a file cannot be removed or cut, or the directory not be synced; what was done stays done, and the next join goes on from there.
         RecordError: a file went, or changed into something else, since the scan.
     """
     expected = new_set_file(settings.identity, geometry.rank, set_id=set_id, salt_key_id=settings.salt_key_id)
@@ -84,6 +88,8 @@ def apply_verdicts(
     for key in dropped["key"][np.argsort(-dropped["start"], kind="stable")].tolist():
         directory.remove(record_file_name(key))
     num_truncated = _truncate(directory, scan.records, fates, geometry)
+    if settings.durability is Durability.POWER:
+        directory.sync()
     return Applied(num_truncated, len(scan.damaged), len(scan.left))
 
 

@@ -86,7 +86,8 @@ def read_set_file(files: DirectoryFiles, path: str) -> SetFile | None:
         files.close(fd)
     try:
         found = msgspec.json.decode(data, type=SetFile)
-    except (msgspec.DecodeError, RecursionError) as error:
+        bytes.fromhex(found.set_id)
+    except (msgspec.DecodeError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}/{SET_FILE_NAME} is damaged ({error}); {remedy}") from error
     if found.format > SET_FILE_FORMAT:
         raise UsageError(
