@@ -55,7 +55,7 @@ __all__ = ["run_api"]
 
 _LOG = logging.getLogger("flare")
 
-LOST_GRACE_SECONDS = 1.0
+LOST_GRACE_SECONDS = 0.6
 """How long ``/health`` goes on saying that the engine is lost, while answers to waiting requests go out."""
 WORKER_END_SECONDS = 10.0
 ABANDON_SECONDS = 3.0
