@@ -13,6 +13,7 @@ from functools import partial
 from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.processes import EXIT_POISONED, check_all_gone
 from flare_qualify.checkers.records import ReportedRecords, check_parity
+from flare_qualify.faults.processes import stopped
 from flare_qualify.group import Group
 from flare_qualify.process_facts import process_state
 from flare_qualify.run_context import Context
@@ -39,7 +40,7 @@ def run_frozen(context: Context, *, model: str, world_size: int, role: str, poin
     references.learn("reported", ask(group.url, _REPORTED))
     reported.note(group)
     group.stop()
-    rank = 0 if role in {"worker", "api"} else world_size - 1
+    rank = 0 if role == "worker" else world_size - 1
     for case in context.cases([str(number) for number in range(5 if context.is_long else 1)]):
         if point:
             arm(group, rank, f"{point}:stop@{context.rng.randint(40, 200)}")
@@ -55,9 +56,9 @@ def run_frozen(context: Context, *, model: str, world_size: int, role: str, poin
 def _freeze(context: Context, group: Group, references: References, *, role: str, point: str, case: str) -> int:
     """Stop it, and hold everyone else to the limit; the stopped process, or 0 when nothing was stopped."""
     members = group.members()
-    name = role if role in {"worker", "api"} else f"rank{group.world_size - 1}"
+    name = role if role == "worker" else f"rank{group.world_size - 1}"
     pid = members[name]
-    rank = 0 if role in {"worker", "api"} else group.world_size - 1
+    rank = 0 if role == "worker" else group.world_size - 1
     with ThreadPoolExecutor(1) as pool:
         stream = begin(pool, group.url, _STREAM, max_tokens=_STREAM_TOKENS, cache_salt=f"case {case}", timeout=30)
         if point:
@@ -79,8 +80,6 @@ def _freeze(context: Context, group: Group, references: References, *, role: str
         check_all_gone(
             context, group, members, what=what, limit=GONE_SECONDS, since=stopped_at, spared=(name,), victims=(rank,)
         )
-        if role == "api":
-            os.kill(pid, signal.SIGCONT)  # a stopped server cannot end its connections
         result = stream.result()
         context.check(result.answer is None, f"{case}: a stream was finished by a group with a stopped rank")
         references.compare_attempt("stream", result, what=Damage.PAGES_REUSED)
@@ -123,6 +122,32 @@ def _check_restored(
     context.check(set(group.stop().values()) == {0}, f"{case}: the new run did not end in order")
 
 
+def run_paused_api(context: Context) -> None:
+    """Stop the API process for a while: it holds nothing that anyone waits for, so everything goes on afterwards."""
+    group = context.group("oracle", 2)
+    references = References(context)
+    group.start()
+    references.learn("stream", ask(group.url, _STREAM, max_tokens=_STREAM_TOKENS, cache_salt="first"))
+    members = group.members()
+    for case in context.cases([str(number) for number in range(5 if context.is_long else 2)]):
+        with ThreadPoolExecutor(1) as pool:
+            stream = begin(pool, group.url, _STREAM, max_tokens=_STREAM_TOKENS, cache_salt=f"case {case}")
+            time.sleep(context.rng.uniform(0.05, 0.3))
+            with stopped(members["api"]) as evidence:
+                context.fault_fired("stop api for 7 s", evidence)
+                time.sleep(7.0)
+            result = stream.result()
+        if context.check(result.answer is not None, f"{case}: {result.message}"):
+            references.compare_attempt("stream", result)
+        context.check(group.members() == members, f"{case}: some process ended")
+        group.wait_stored()
+        drop_device_copies(group.url)
+        answer = ask(group.url, _STREAM, max_tokens=_STREAM_TOKENS, cache_salt=f"case {case}")
+        references.compare("stream", answer)
+        context.restored(answer, tier="disk")
+    context.check(set(group.stop().values()) == {0}, "the group did not end in order")
+
+
 def _frozen(
     role: str, point: str = "", *, model: str = "oracle", world_size: int = 2, seconds: float = 16, **fields: object
 ) -> Scenario:
@@ -144,5 +169,12 @@ SCENARIOS = (
     _frozen("peer", "step.result", model="tiny-llama", seconds=35, needs=("torch",)),
     _frozen("peer"),
     _frozen("worker", "step.launch"),
-    _frozen("api", suites=("long",)),
+    Scenario(
+        name="paused-api-process",
+        proves="An API process that stands still for a while loses no stream, and nobody else.",
+        rows=("D1",),
+        seconds=22,
+        long_seconds=50,
+        run=run_paused_api,
+    ),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -39,13 +40,16 @@ STEPS = (
 )
 """Of every rank. The twelfth is ``store.report`` at rank zero, and any moment at all at a peer."""
 
+Place = tuple[str, str]
+"""Role and step."""
+
 ANY_MOMENT = "any-moment"
-PLACES = tuple(
+PLACES: tuple[Place, ...] = tuple(
     [("worker", step) for step in (*STEPS, "store.report")] + [("peer", step) for step in (*STEPS, ANY_MOMENT)]
 )
 """12 steps for each of two roles."""
 
-API_PLACES = tuple(("api", step) for step in STEPS)
+API_PLACES: tuple[Place, ...] = tuple(("api", step) for step in STEPS)
 
 _NUM_REPORTED = 3
 _END_SECONDS = 6.0
@@ -168,22 +172,19 @@ class StoreKills:
         self.group.stop()
 
 
-def run_store_kills(
-    context: Context, *, places_of: tuple[tuple[str, str], ...], standard: int, long: int, every: int = 1
-) -> None:
-    """Every place ``standard`` or ``long`` times, each place in a directory of its own; a case is a place.
+def run_store_kills(context: Context, *, places: Sequence[Place], repeats: int, every: int) -> None:
+    """The long form: each place ``repeats`` times in a directory of its own; a case is a place.
 
-    The standard suite takes one place of ``every``.
+    The standard form: one place of ``every``, once each, all in one directory; a case is a kill.
     """
-    model, world_size = "oracle", 2
-    repeats = long if context.is_long else standard
-    chosen = places_of if context.is_long else places_of[::every]
-    places = {f"{role} at {step}": (role, step) for role, step in chosen}
-    for case in context.cases(places):
-        role, step = places[case]
+    if not context.is_long:
+        run_in_one_directory(context, model="oracle", places=places[::every])
+        return
+    for case in context.cases(map(" ".join, places)):
+        role, step = case.split()
         options = ("--prefix-cache-durability", "power") if "fsync" in step else ()
-        group = context.group(model, world_size, *options)
-        kills = StoreKills(context, group, model)
+        group = context.group("oracle", 2, *options)
+        kills = StoreKills(context, group, "oracle")
         try:
             kills.prepare()
             for repeat in range(repeats):
@@ -194,16 +195,21 @@ def run_store_kills(
         group.kill_all()
 
 
-def run_some_places(context: Context, *, model: str, world_size: int, count: int) -> None:
-    """``count`` kills over the places in turn, in one directory, for models that start slowly."""
-    group = context.group(model, world_size, "--prefix-cache-durability", "power")
+def run_in_one_directory(context: Context, *, model: str, places: Sequence[Place]) -> None:
+    """One kill at each of ``places`` in turn; each start looks at what all kills before it have left."""
+    group = context.group(model, 2, "--prefix-cache-durability", "power")
     kills = StoreKills(context, group, model)
     kills.prepare()
-    offset = context.rng.randrange(len(PLACES))
-    for number in range(count if context.is_long else 3):
-        role, step = PLACES[(offset + number * 7) % len(PLACES)]
-        kills.kill_once(f"{number} {role} at {step}", role, step, 100 + number)
+    for case in context.cases(f"{number} {role} {step}" for number, (role, step) in enumerate(places)):
+        number, role, step = case.split()
+        kills.kill_once(case, role, step, 100 + int(number))
     kills.finish("after the last kill")
+
+
+def run_real_model(context: Context, *, model: str) -> None:
+    """20 kills over the places, or 3 in the standard form."""
+    order = [PLACES[(7 * number) % len(PLACES)] for number in range(20 if context.is_long else 3)]
+    run_in_one_directory(context, model=model, places=order)
 
 
 SCENARIOS = (
@@ -214,7 +220,7 @@ SCENARIOS = (
         seconds=110,
         long_seconds=1500,
         alone=True,
-        run=partial(run_store_kills, places_of=PLACES, standard=1, long=20),
+        run=partial(run_store_kills, places=PLACES, repeats=20, every=1),
     ),
     Scenario(
         name="kill-api-process-during-stores",
@@ -223,7 +229,7 @@ SCENARIOS = (
         seconds=20,
         long_seconds=200,
         alone=True,
-        run=partial(run_store_kills, places_of=API_PLACES, standard=1, long=5, every=3),
+        run=partial(run_store_kills, places=API_PLACES, repeats=5, every=3),
     ),
     Scenario(
         name="kill-at-store-steps-tiny-llama",
@@ -233,6 +239,16 @@ SCENARIOS = (
         seconds=60,
         long_seconds=240,
         alone=True,
-        run=partial(run_some_places, model="tiny-llama", world_size=2, count=20),
+        run=partial(run_real_model, model="tiny-llama"),
+    ),
+    Scenario(
+        name="kill-at-store-steps-default",
+        proves="The same with the default model.",
+        rows=("A4", "A5", "A6"),
+        suites=("long",),
+        needs=("torch", "default-model"),
+        seconds=900,
+        alone=True,
+        run=partial(run_real_model, model="default"),
     ),
 )

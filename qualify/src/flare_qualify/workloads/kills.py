@@ -20,9 +20,9 @@ class Kill:
 
     Attributes:
         role: ``peer``, ``worker`` (rank zero's) or ``api`` (its parent, which serves HTTP).
-        step: failpoint; the API process comes to none, so it is killed while a peer waits there for ever.
+        step: failpoint; the API process comes to none, so it is killed while a peer pauses there.
         hit: at which time the rank comes to the step.
-        peer: the peer that is killed, or that waits.
+        peer: the peer that is killed, or that pauses.
     """
 
     role: str
@@ -47,7 +47,7 @@ class Kill:
 
     def arm(self, group: Group) -> None:
         """Order it for the next start."""
-        arm(group, self.rank, f"{self.step}:{'hang' if self.role == 'api' else 'kill'}@{self.hit}")
+        arm(group, self.rank, f"{self.step}:{'pause=4s' if self.role == 'api' else 'kill'}@{self.hit}")
 
     def await_kill(self, group: Group, *, timeout: float) -> str:
         """Block until the rank has come to the step; kills the API process then. Evidence, or empty without it."""
