@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -17,7 +18,7 @@ def synced(monkeypatch) -> list[str]:
     fsync = os.fsync
 
     def watched(fd: int) -> None:
-        paths.append(os.readlink(f"/proc/self/fd/{fd}"))
+        paths.append(str(Path(f"/proc/self/fd/{fd}").readlink()))
         fsync(fd)
 
     monkeypatch.setattr(os, "fsync", watched)

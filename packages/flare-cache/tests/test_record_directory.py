@@ -203,7 +203,7 @@ def test_a_set_json_that_cannot_be_written_is_an_error(tmp_path, identity, monke
         (b'{"set_id": 3', "is damaged"),
         (b"\xff\x00", "is damaged"),
         (
-            b'{"set_id": "4\x20g1", "set_fingerprint": "", "rank": 0, "world_size": 1, "salt_key_id": "", "fields": {}}',
+            b'{"set_id":"4\x20g1","set_fingerprint":"","rank":0,"world_size":1,"salt_key_id":"","fields":{}}',
             "is damaged",
         ),
     ],

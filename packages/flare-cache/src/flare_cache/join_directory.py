@@ -74,7 +74,8 @@ def apply_verdicts(
 
     Raises:
         UsageError: ``set.json`` cannot be written.
-        OSError: a file cannot be removed or cut, or the directory not be synced; what was done stays done, and the next join goes on from there.
+        OSError: a file cannot be removed or cut, or the directory not be synced; what was done stays done, and the
+            next join goes on from there.
         RecordError: a file went, or changed into something else, since the scan.
     """
     expected = new_set_file(settings.identity, geometry.rank, set_id=set_id, salt_key_id=settings.salt_key_id)
