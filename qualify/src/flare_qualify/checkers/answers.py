@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -21,12 +22,16 @@ def count_differences(text: str, logprobs: tuple[TopLogprobs, ...], reference: A
     answer may end early: then it must be a beginning.
     """
     if not is_whole:
-        wrong = sum(1 for one, other in zip(logprobs, reference.logprobs, strict=False) if one != other)
+        wrong = _num_differences(logprobs, reference.logprobs[: len(logprobs)]) if reference.logprobs else 0
         return wrong or int(not reference.text.startswith(text))
     has_both = bool(logprobs) and bool(reference.logprobs)
-    by_position = sum(one != other for one, other in zip_longest(logprobs, reference.logprobs)) if has_both else 0
-    by_text = sum(one != other for one, other in zip_longest(text, reference.text))
-    return max(by_position, by_text)
+    by_position = _num_differences(logprobs, reference.logprobs) if has_both else 0
+    return max(by_position, _num_differences(text, reference.text))
+
+
+def _num_differences(one: Sequence[object], other: Sequence[object]) -> int:
+    """Places at which two sequences differ; what one of them lacks differs, too."""
+    return sum(1 for left, right in zip_longest(one, other) if left != right)
 
 
 @dataclass(slots=True)
@@ -52,7 +57,7 @@ class References:
     def learn_oracle(self, name: str, answer: Answer, *, model: str, prompt: list[int], world_size: int) -> Answer:
         """As :meth:`learn`, after comparing its text with the oracle's computed in this process, without any cache."""
         expected = cache_off_text(model, prompt, max_tokens=answer.completion_tokens, world_size=world_size)
-        wrong = sum(one != other for one, other in zip_longest(expected, answer.text))
+        wrong = _num_differences(expected, answer.text)
         self.context.damage(Damage.WRONG_TOKENS, wrong, f"{name}: {answer.text!r} instead of {expected!r}")
         return self.learn(name, answer)
 
