@@ -12,7 +12,7 @@ help:
 	@echo "make check     format, lint, types, import contracts, rules of the repository"
 	@echo "make cov       branch coverage of protocol and record modules"
 	@echo "make bench     the benchmarks"
-	@echo "make qualify   whole groups of rank processes: record sets, restarts, killed ranks"
+	@echo "make qualify   real groups under injected faults, and the simulator: build/qualification/report.html"
 	@echo "make clean     remove what these commands made in this directory"
 
 demo: .tox/engine.stamp
@@ -31,7 +31,7 @@ bench: .tox/engine.stamp
 	$(ENGINE) python -m flare_qualify.bench
 
 qualify: .tox/engine.stamp
-	$(ENGINE) pytest qualify/tests
+	$(TOX) run -e qualify
 
 clean:
 	rm -rf .venv .tox build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage
