@@ -8,6 +8,11 @@ from __future__ import annotations
 
 import signal
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import FrameType
 
 __all__ = ["main"]
 
@@ -18,15 +23,30 @@ def main(arguments: list[str] | None = None) -> None:
     is_server = given[:1] == ["run"]
     if is_server:
         # Nothing is served yet, so that a signal to end is obeyed by ending.
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.default_int_handler)
+        _answer_signals(_stop)
     try:
         code = _run(arguments)
     except KeyboardInterrupt:
         if is_server:
             print("flare: stopped before it was ready", file=sys.stderr)
         code = 0 if is_server else 130
+    if is_server:
+        # It is ending, and why is settled.
+        _answer_signals(signal.SIG_IGN)
     sys.exit(code)
+
+
+class _Stopped(KeyboardInterrupt):
+    """A signal to end. A plain KeyboardInterrupt that passed through exec() makes the interpreter die of SIGINT."""
+
+
+def _stop(*_: object) -> None:
+    raise _Stopped
+
+
+def _answer_signals(answer: Callable[[int, FrameType | None], object] | signal.Handlers) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, answer)
 
 
 def _run(arguments: list[str] | None) -> int:
