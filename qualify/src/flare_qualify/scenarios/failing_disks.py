@@ -13,7 +13,7 @@ from flare_qualify.checkers.pages import check_pages_at_rest
 from flare_qualify.checkers.records import records_of
 from flare_qualify.fault_drill import Drill, open_drill
 from flare_qualify.faults.commands import FaultError
-from flare_qualify.faults.disks import MIB, LoopDisk, fill, loop_disk, physical_offset, slowed_down
+from flare_qualify.faults.disks import MIB, LoopDisk, fill, loop_disk, physical_offset, slowed_down, small_tmpfs
 from flare_qualify.faults.system_calls import READ_PAGES, WRITE_PAGES, Injection, attached
 from flare_qualify.process_facts import is_alive
 from flare_qualify.run_context import Context
@@ -93,6 +93,49 @@ def run_unreadable(context: Context) -> None:
         drill.recover("after unreadable sectors", at_least=len(drill.prompts) - 1)
 
 
+def run_failing_reads(context: Context) -> None:
+    """Every read of one rank fails: after three the disk is not read any more, which costs three records, not all."""
+    with _opened(context, num_prompts=6) as (_, drill):
+        group, pid = drill.group, drill.group.members()["rank1"]
+        drop_device_copies(group.url)
+        trace_path = context.directory / "reads.trace"
+        with attached(pid, Injection(READ_PAGES, "error=EIO", "1+"), trace_path) as trace:
+            answers = drill.answer_all("failing reads", restore=False)
+            fired = trace.fired()
+        context.require(bool(fired), "no read failed")
+        context.fault_fired("failing reads", f"{len(fired)} calls: {fired[0]}")
+        found = {name: answer.cached_tokens["disk"] for name, answer in answers.items()}
+        context.check(not any(found.values()), f"restored although every read failed: {found}")
+        context.check(
+            group.wait_log(0, "not read any more", timeout=1.0), "rank zero did not say that it reads no more"
+        )
+        drill.answer_all("reads given up", restore=False)
+        group.wait_stored()
+        check_pages_at_rest(context, group, "failing reads")
+        codes = group.stop()
+        context.check(codes == dict.fromkeys(codes, 0), f"exit codes {codes}")
+        drill.reported.names.clear()
+        drill.recover("after failing reads", at_least=3)
+
+
+def run_small(context: Context) -> None:
+    """A file system in memory that is much smaller than the limit given for it: full by flare's own records."""
+    group = context.group("oracle", 2, "--prefix-cache-disk-limit", "30M")
+    with (
+        small_tmpfs(group.record_directory(_RANK), num_bytes=400_000),
+        open_drill(context, group) as drill,
+    ):
+        drill.ask_new(*range(20))
+        reasons = drill.job_failures("store", _RANK)
+        context.require("ENOSPC" in str(reasons), f"stores on rank 1 failed of {reasons}")
+        context.fault_fired("a disk smaller than its limit", f"stores failed: {reasons}")
+        drill.answer_all("small disk", at_least=len(drill.prompts))
+        drill.check_at_rest("small disk")
+        codes = group.stop()
+        context.check(codes == dict.fromkeys(codes, 0), f"exit codes {codes}")
+        drill.recover("after a small disk", at_least=len(drill.prompts))
+
+
 def run_read_only(context: Context) -> None:
     """The kernel turns the file system read-only: stores fail, restores go on; a repaired disk is as before."""
     with _opened(context) as (disk, drill):
@@ -161,6 +204,22 @@ SCENARIOS = (
         seconds=30,
         long_seconds=90,
         run=run_full,
+    ),
+    Scenario(
+        name="disk-smaller-than-its-limit",
+        proves="A disk that its own records fill is served from, and costs no request.",
+        rows=("A5", "A8"),
+        needs=("root", "mount"),
+        seconds=10,
+        run=run_small,
+    ),
+    Scenario(
+        name="disk-that-fails-every-read",
+        proves="A disk whose reads fail is not read any more after three: it costs three records and no request.",
+        rows=("A13",),
+        needs=("root", "loop", "mount", "strace"),
+        seconds=10,
+        run=run_failing_reads,
     ),
     Scenario(
         name="disk-unreadable",

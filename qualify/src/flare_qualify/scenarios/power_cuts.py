@@ -15,6 +15,7 @@ from flare_core.errors import FlareError
 from flare_qualify.fault_drill import note_restores, open_drill
 from flare_qualify.faults.disks import LoopDisk, PowerCut, loop_disk
 from flare_qualify.faults.record_trial import Found, read_back, started_child
+from flare_qualify.faults.system_calls import Injection, Trace, traced_command
 from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 from flare_qualify.verdict import Damage
@@ -28,27 +29,41 @@ _NUM_RECORDS = 400
 _DISK_BYTES = 48 << 20
 
 
-def run_cuts(context: Context, *, durability: Durability) -> None:
-    """Cut after cut on one device; each group joins what the cuts before it have left."""
-    rounds = 250 if context.is_long else 9
+def run_cuts(context: Context, *, durability: Durability, lies: bool = False) -> None:
+    """Cut after cut on one device. ``lies``: it reports every sync as done and does none."""
+    rounds = 250 if context.is_long else 3 if lies else 9
     modes = list(PowerCut)
     with loop_disk(context.directory / "disk", num_bytes=_DISK_BYTES) as disk:
         for case in context.cases(f"{modes[number % len(modes)].name}, {number}" for number in range(rounds)):
-            _cut(context, disk, case, PowerCut[case.partition(",")[0]], durability)
+            _cut(context, disk, case, durability, lies=lies)
 
 
-def _cut(context: Context, disk: LoopDisk, case: str, how: PowerCut, durability: Durability) -> None:
+def _cut(context: Context, disk: LoopDisk, case: str, durability: Durability, *, lies: bool) -> None:
+    how = PowerCut[case.partition(",")[0]]
+    trace = Trace(context.directory / "lies.trace")
+    injection = Injection(["fsync"], "retval=0", "1+")
     root = disk.path / "ranks"
     shutil.rmtree(root, ignore_errors=True)
     root.mkdir(mode=0o700)
     num_before = context.rng.randrange(1, 12)
     with started_child(
-        root, num_records=_NUM_RECORDS, durability=durability, environment=context.command_environment()
+        root,
+        num_records=_NUM_RECORDS,
+        durability=durability,
+        prefix=traced_command(trace.path, injection.options()) if lies else (),
+        environment=context.command_environment(),
     ) as child:
+        if lies:
+            # The set file has been there for long when the power goes: only records are not what was said of them.
+            context.require(child.read_until("joined"), f"{case}: the child ended: {child.lines[-3:]}")
+            disk.sync()
         for _ in range(num_before):
             context.require(child.read_until("stored"), f"{case}: the child ended: {child.lines[-3:]}")
         evidence = disk.cut_power(how)
         child.kill()
+    if lies:
+        context.require(bool(fired := trace.fired()), f"{case}: no sync was lied about")
+        evidence += f"; {len(fired)} syncs were not done"
     context.fault_fired(f"power cut, {how.name}", evidence, durability=str(durability))
     disk.remount()
     numbers = range(max(child.stored) + 2)
@@ -57,7 +72,7 @@ def _cut(context: Context, disk: LoopDisk, case: str, how: PowerCut, durability:
     except (FlareError, OSError) as error:
         context.check(False, f"{case}: the group does not start afterwards: {error}")
         return
-    must_be_whole = durability is Durability.POWER or how is PowerCut.SYNCED
+    must_be_whole = (durability is Durability.POWER and not lies) or how is PowerCut.SYNCED
     _judge(context, case, set(child.stored), found, must_be_whole=must_be_whole)
 
 
@@ -115,6 +130,16 @@ SCENARIOS = (
         long_seconds=600,
         restores_due=False,
         run=partial(run_cuts, durability=Durability.PROCESS),
+    ),
+    Scenario(
+        name="power-cut-of-a-lying-disk",
+        proves="A disk that lies about syncs may lose records in a power cut, and never leaves a wrong byte.",
+        rows=("A4", "A6"),
+        needs=("root", "loop", "mount", "strace"),
+        seconds=12,
+        long_seconds=600,
+        restores_due=False,
+        run=partial(run_cuts, durability=Durability.POWER, lies=True),
     ),
     Scenario(
         name="power-cut-of-a-group",

@@ -222,6 +222,22 @@ def run_lies(context: Context) -> None:
     note_restores(context, found)
 
 
+def run_failed_sync(context: Context) -> None:
+    """A sync that fails once: it is never repeated, what it was for is not reported, and nothing is stored any more."""
+    loop = _Loop(context, Durability.POWER, num_records=3)
+    loop.prepare(lambda _: None)
+    once = _Tampering("fsync", "error=EIO", "1")
+    child, fired, found = loop.tampered(once)
+    if not _account(context, once, fired) or found is None:
+        return
+    counts = Trace(context.directory / "calls.trace").most_calls()
+    context.check(counts["fsync"] == 1, f"a thread whose fsync had failed called it {counts['fsync']} times")
+    context.check(not child.stored, f"reported although the sync had failed: {child.lines}")
+    context.check("fsync failed" in str(child.failed[1:]), f"stores went on after a failed sync: {child.lines}")
+    _judge(context, once.name, child, found, kept=set(range(_SAVED)))
+    context.check(found.restored == list(range(_SAVED)), f"something that was not synced is there: {found.restored}")
+
+
 SCENARIOS = (
     Scenario(
         name="nth-call-of-a-store",
@@ -240,6 +256,14 @@ SCENARIOS = (
         seconds=20,
         long_seconds=60,
         run=run_join,
+    ),
+    Scenario(
+        name="failed-sync",
+        proves="A failed fsync is never repeated; its record is not reported, and stores stop for that directory.",
+        rows=("A5",),
+        needs=("strace",),
+        seconds=6,
+        run=run_failed_sync,
     ),
     Scenario(
         name="writes-that-lie",
