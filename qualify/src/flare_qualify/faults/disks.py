@@ -121,11 +121,6 @@ class LoopDisk:
         """The sectors are there again, and hold zeros."""
         os.truncate(self.backing, self.num_bytes)
 
-    def free_bytes(self) -> int:
-        """What an ordinary user can still write."""
-        status = os.statvfs(self.path)
-        return status.f_bavail * status.f_frsize
-
 
 def physical_offset(file: Path, offset: int) -> int:
     """Where on the device the byte of ``file`` at ``offset`` lies. Raises FaultError where it has none."""
