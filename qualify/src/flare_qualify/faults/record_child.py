@@ -17,7 +17,7 @@ from pathlib import Path
 from flare_cache.disk_shelf import DiskShelf, Durability
 from flare_cache.testing import GroupPlan, LocalGroup, token_geometries
 from flare_cache.transfer import Shelf
-from flare_core.errors import FlareError
+from flare_core.errors import FlareError, Poisoned
 
 __all__ = ["PAGE_TOKENS", "record_plan", "record_tokens"]
 
@@ -70,7 +70,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     _say("joined")
     for number in range(options.first, options.first + options.num_records):
-        finished = group.store(record_tokens(number))
+        try:
+            finished = group.store(record_tokens(number))
+        except Poisoned as error:  # a server's process ends the same way
+            _say(f"poisoned: {error}")
+            os._exit(Poisoned.exit_code)
         if finished is None:
             _say(f"known {number}")
         elif finished.failure is None and finished.num_records:

@@ -12,7 +12,7 @@ from flare_qualify.client import ServerError, get_json
 from flare_qualify.fault_drill import Drill
 from flare_qualify.faults.line_faults import BlackHole, Cut, Flip, LineFault
 from flare_qualify.faults.proxied_peer import CONTROL, RECORDS
-from flare_qualify.faults.proxy import Direction, FaultProxy
+from flare_qualify.faults.proxy import Direction, FaultProxy, Firing
 from flare_qualify.process_facts import is_alive
 from flare_qualify.proxied_group import ProxiedGroup, open_proxied_drill
 from flare_qualify.run_context import Context
@@ -61,28 +61,38 @@ def _start_with(
         proxy.arm(route, direction, fault)
 
     proxied.launch(arm)
-    started_at = time.monotonic()
-    firings = proxied.proxy.wait_fired(timeout=_SETTLE_SECONDS)
+    firings = _fired_or_served(proxied)
     if firings:
         context.fault_fired(name, firings[0].what)
         # Only one connection breaks: whoever tries again must get through.
         proxied.proxy.heal(route)
     else:
-        # The start may be done before so many bytes have passed.
         context.figure("faults_behind_the_end_of_a_start", 1)
-    while time.monotonic() - started_at < _SETTLE_SECONDS and not _serves(proxied) and _living(proxied):
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < deadline and not _serves(proxied) and _living(proxied):
         time.sleep(0.05)
-    outcome = "serves" if _serves(proxied) else "ended" if not _living(proxied) else "hangs"
-    context.check(outcome != "hangs", f"{name}: after {_SETTLE_SECONDS:g} s the ranks neither serve nor have ended")
+    outcome = "served" if _serves(proxied) else "ended" if not _living(proxied) else "hung"
+    context.check(outcome != "hung", f"{name}: after {_SETTLE_SECONDS:g} s the ranks neither serve nor have ended")
     for rank, process in group.processes.items():
         if outcome == "ended":
             context.check(process.returncode not in {0, None}, f"{name}: rank {rank} ended with {process.returncode}")
             context.check("Traceback" not in group.log(rank), f"{name}: rank {rank} printed a traceback")
-    context.figure(f"starts_with_a_broken_link_that_{outcome.replace('serves', 'served')}", 1)
+    context.figure(f"starts_with_a_broken_link_that_{outcome}", 1)
     proxied.start()
     drill.reported.check(group, name)
     drill.answer_all(name, at_least=len(drill.prompts))
     drill.check_at_rest(name)
+
+
+def _fired_or_served(proxied: ProxiedGroup) -> list[Firing]:
+    """Wait until the fault has fired, or the start is done before so many bytes have passed."""
+    deadline = time.monotonic() + _SETTLE_SECONDS
+    while time.monotonic() < deadline:
+        if firings := proxied.proxy.wait_fired(timeout=0.1):
+            return firings
+        if _serves(proxied) or not _living(proxied):
+            break
+    return proxied.proxy.wait_fired(timeout=0.0)
 
 
 def _serves(proxied: ProxiedGroup) -> bool:

@@ -189,7 +189,7 @@ def run_store(context: Context) -> None:
             if _account(context, tampering, fired) and found is not None:
                 _judge(context, case, child, found, kept=set(range(_SAVED)))
                 if tampering.action != _KILL:
-                    has_ended = bool(child.refused) or child.lines[-1].startswith("closed")
+                    has_ended = bool(child.refused) or child.lines[-1].startswith(("closed", "poisoned"))
                     context.check(has_ended, f"{case}: said {child.lines[-3:]}")
 
 
