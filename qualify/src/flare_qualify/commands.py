@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
 import sys
 import time
 from pathlib import Path
@@ -81,6 +82,8 @@ def run(context: click.Context, /, names: tuple[str, ...], directory: Path, **op
         chosen = choose(known, names, settings.suite)
     except KeyError as error:
         raise click.UsageError(f"no scenario is called {error.args[0]}; 'qualify ls' lists them") from None
+    # Told to end as by Ctrl-C, so that scenarios take their mounts, namespaces and processes away.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         result = run_scenarios(chosen, settings, console)
     except FileExistsError as error:
