@@ -62,7 +62,7 @@ def run(count: int, start: int, jobs: int, events: int, path: Path | None) -> No
 def _show(summary: Summary) -> None:
     _console.print(
         f"{summary.num_seeds} seeds, {summary.num_events} events, {summary.seconds:.1f} s on {summary.num_processes} "
-        f"processes: {summary.schedules_per_minute:.0f} schedules of 1,000 events a minute and process; "
+        f"processes: {summary.schedules_per_minute:.0f} schedules of 1,000 events a minute and core; "
         f"{len(summary.violations)} violations"
     )
     for outcome in summary.violations[:1]:
@@ -140,7 +140,8 @@ def shrink_command(seed: int, name: str, output: Path | None) -> None:
 
 def _tell(options: Options, outcome: Outcome) -> None:
     _console.print(
-        f"{options.world_size} ranks, {len(options.faults)} kinds of faults, {options.num_events} events: {outcome.rule}"
+        f"{options.world_size} ranks, {len(options.faults)} kinds of faults, {options.num_events} events: "
+        f"{outcome.rule}"
     )
 
 

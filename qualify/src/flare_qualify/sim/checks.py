@@ -13,13 +13,10 @@ from dataclasses import dataclass, field
 from random import Random
 
 from flare_cache.jobs import Job, JobOp, record_file_name
-from flare_cache.join import Finished
 from flare_cache.join_messages import Confirmed, decode_message
 from flare_cache.outcomes import Done, Failed, Outcome
 from flare_cache.record_link import RECORD_JOIN
-from flare_core.engine.request import EngineEvent, FinishReason, Tokens
-from flare_core.engine.request import Failed as RequestFailed
-from flare_core.engine.request import Finished as RequestFinished
+from flare_core.engine.request import EngineEvent
 from flare_core.plan import StepPlan
 from flare_core.prefix import PrefixQuery, Restorable, StoreEvent, StoreRequest, Tier
 from flare_qualify.sim.disk import SimDisk
@@ -27,9 +24,10 @@ from flare_qualify.sim.group import Group
 from flare_qualify.sim.leader import Leader
 from flare_qualify.sim.ledger import Place, job_places, row_place
 from flare_qualify.sim.loop import EventLoop, Violation
-from flare_qualify.sim.oracle import Oracle, Stream
+from flare_qualify.sim.oracle import Oracle
 from flare_qualify.sim.process import RankProcess
 from flare_qualify.sim.records import DiskReader
+from flare_qualify.sim.streams import Streams
 
 __all__ = ["Checks"]
 
@@ -42,6 +40,7 @@ class Checks:
         group: the run that is watched; what earlier ones still do is ignored, for all of them is dead.
         reported: records on disk that requests can count on: key to (store id, key of the parent).
         counts: what happened, for the summary.
+        uneven: files that some rank could not cut: until the next join it has more than is offered.
     """
 
     loop: EventLoop
@@ -50,17 +49,19 @@ class Checks:
     reader: DiskReader
     disks: Sequence[SimDisk]
     is_power_durable: bool
-    streams: dict[str, Stream] = field(default_factory=dict)
+    streams: Streams
+    counts: Counter[str]
     group: Group | None = None
     reported: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)
-    counts: Counter[str] = field(default_factory=Counter)
     owned: Counter[Place] = field(default_factory=Counter)
+    uneven: set[str] = field(default_factory=set)
     _tickets: dict[int, list[Place]] = field(default_factory=dict)
 
     def begin(self, group: Group) -> None:
         """A new run is watched from now on."""
         self.group = group
         self.owned.clear()
+        self.uneven.clear()
         self._tickets.clear()
 
     def is_excused(self, disk: SimDisk, name: str) -> bool:
@@ -77,14 +78,14 @@ class Checks:
             return
         if group.first_death is None:
             group.first_death = self.loop.now
+        group.last_death = self.loop.now
         group.reasons.append(reason)
         self.counts["deaths"] += 1
         may_fail = group.may_fail_join or "accept" in reason or any("accept" in other for other in group.reasons)
         if not group.is_lethal and (group.has_joined or not may_fail):
             raise Violation("end without cause", f"{process.name}: {reason}")
         if process.rank == 0:
-            for stream in self.streams.values():
-                stream.is_over = True
+            self.streams.end_all()
         group.call_off()
         disk = self.disks[process.rank]
         for name in disk.records():
@@ -112,7 +113,7 @@ class Checks:
         """16 bytes for a set or a store."""
         return self.rng.randbytes(16)
 
-    def joined(self, leader: Leader, finished: Finished) -> None:
+    def joined(self, leader: Leader) -> None:
         """Rank zero has joined: every rank holds the kept set, and nothing that was counted on is lost."""
         group = self.group
         if group is None or leader.store is None:
@@ -223,6 +224,8 @@ class Checks:
                     self._check_gone(job, frozenset(failure.rank for failure in outcome.cleanup))
                 case Failed():
                     self.counts[f"failed {job.op}"] += 1
+                    if job.op is JobOp.TRUNCATE:
+                        self.uneven.add(record_file_name(job.record.key))
                 case Done():
                     self.counts["truncated"] += 1
 
@@ -245,7 +248,8 @@ class Checks:
         name = record_file_name(job.record.key)
         for disk in self.disks:
             found = self.reader.found(disk, name)
-            if found is not None and found.identity == job.record and disk.rank not in still:
+            is_back = name in disk.cut  # a power cut has taken the unlink back
+            if found is not None and found.identity == job.record and disk.rank not in still and not is_back:
                 raise Violation("reported gone, still there", f"{job.op} of {name[:16]}: rank {disk.rank} has it")
 
     def _check_fetched(self, job: Job) -> None:
@@ -352,44 +356,7 @@ class Checks:
 
     def emitted(self, leader: Leader, events: Sequence[EngineEvent]) -> None:
         """The engine tells of requests."""
-        for event in events:
-            match event:
-                case Tokens(request_id=request_id, token_ids=token_ids):
-                    if leader.poison_seen:
-                        raise Violation("after poison", f"{request_id} gets tokens")
-                    for token in token_ids:
-                        self._check_token(self._open(request_id), token)
-                case RequestFinished(request_id=request_id, reason=reason, usage=usage):
-                    stream = self._open(request_id)
-                    stream.is_over, stream.reason = True, str(reason)
-                    stream.cached = sum(usage.cached_tokens.values())
-                    stream.restored = stream.cached - usage.cached_tokens.get(Tier.DEVICE, 0)
-                    self.counts[f"finished {reason}"] += 1
-                    self.counts["restored tokens"] += stream.restored
-                    if reason is FinishReason.LENGTH and not stream.num_tokens:
-                        raise Violation("tokens", f"{request_id} ended without any")
-                case RequestFailed(request_id=request_id, status=status, code=code):
-                    stream = self._open(request_id)
-                    stream.is_over, stream.reason = True, f"failed {status}"
-                    self.counts[f"failed requests {code or status}"] += 1
-                case _:
-                    pass
-
-    def _open(self, request_id: str) -> Stream:
-        stream = self.streams[request_id]
-        if stream.is_over:
-            raise Violation("tokens", f"{request_id}: an event comes after its end")
-        return stream
-
-    def _check_token(self, stream: Stream, token: int) -> None:
-        expected = self.oracle.expected_token(stream)
-        if token != expected:
-            raise Violation(
-                "wrong token", f"{stream.request_id}: token {stream.num_tokens} is {token} instead of {expected}"
-            )
-        stream.known += token.to_bytes(4, "little")
-        stream.num_tokens += 1
-        self.counts["tokens"] += 1
+        self.streams.emitted(events, is_poisoned=leader.poison_seen)
 
     def poisoned(self, leader: Leader, reason: str) -> None:
         """Rank zero gives up."""

@@ -286,7 +286,7 @@ class Faults:
             group.leader.drain([Drain()])
 
     def _cancel(self, group: Group) -> None:
-        running = [stream.request_id for stream in self._world.checks.streams.values() if not stream.is_over]
+        running = [stream.request_id for stream in self._world.checks.streams.running()]
         if group.is_serving and running:
             group.leader.put([CancelRequest(self._rng.choice(running))])
 

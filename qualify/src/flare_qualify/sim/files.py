@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from random import Random
 
+from flare_cache.directory_files import FileEntry
 from flare_qualify.sim.disk import Inode, SimDisk
 from flare_qualify.sim.loop import Violation
 
@@ -310,7 +311,7 @@ class SimFiles:
         self.on_unlink(name)
         self.disk.set_name(name, None)
 
-    def entries(self) -> list[_Entry]:
+    def entries(self) -> list[FileEntry]:
         """Every name."""
         self._enter()
         return [_Entry(name, inode) for name, inode in self.disk.names.items()]

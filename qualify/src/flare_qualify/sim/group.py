@@ -37,6 +37,7 @@ class Group:
         self.peers = [Peer(process, watch.rank_joined) for process in self.processes[1:]]
         self.began_at = context.loop.now
         self.first_death: float | None = None
+        self.last_death = 0.0
         self.is_lethal = False
         """A fault was injected that may end this run."""
         self.may_fail_join = False

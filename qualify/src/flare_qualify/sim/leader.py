@@ -42,7 +42,7 @@ _EXIT_SECONDS = 1.0
 class LeaderWatch(Protocol):
     """Who looks at what rank zero's machines say to each other."""
 
-    def joined(self, leader: Leader, finished: Finished) -> None: ...
+    def joined(self, leader: Leader) -> None: ...
 
     def submitted(self, leader: Leader, job: Job) -> None: ...
 
@@ -130,8 +130,8 @@ class _Store:
     def cancel(self, ticket: int) -> None:
         self.inner.cancel(ticket)
 
-    def reset(self, tier: Tier) -> None:
-        self.inner.reset(tier)
+    def reset(self, tier: Tier) -> bool:
+        return self.inner.reset(tier)
 
 
 class Leader:
@@ -237,7 +237,7 @@ class Leader:
             transport = cast("StagedTransport", process)
             self._group = LeaderGroup(store, self.dispatcher, transport, finished.report, setup)
         process.is_joined = True
-        self.watch.joined(self, finished)
+        self.watch.joined(self)
         self._tick()
         self._schedule(_TURN_SECONDS)
 

@@ -79,6 +79,9 @@ class SimLink:
         """What the log calls an arrival."""
         return f"{self.name} receives"
 
+    def _has_ended(self) -> bool:
+        return self.end is not None
+
     def start(self, router: Router, *, pulse: Callable[[], bytes | None]) -> None:
         """Begin to deliver to ``router``, and to send heartbeats."""
         self._router = router
@@ -172,7 +175,7 @@ class SimLink:
                 return
             for frame in decoder.receive(data):
                 self._deliver(frame)
-                if self.end is not None:
+                if self._has_ended():
                     return
         except RemoteProtocolError as error:
             cause = EndCause.DISCONNECTED if data is None else EndCause.PROTOCOL

@@ -108,7 +108,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
 
 def expand(seed: int, *, num_events: int = 1000) -> Options:
     """The options of ``seed``."""
-    rng = Random(f"options {seed}")
+    rng = Random(f"options {seed}")  # noqa: S311 - repeatable chance is what is wanted
     page_tokens = rng.choice((2, 4, 4, 8))
     share = rng.choice((0.05, 0.2, 0.4, 0.8))
     faults = {

@@ -115,12 +115,10 @@ class RankProcess:
             context.model,
             self.memory,
             self.ledger,
-            are_jobs_finished=lambda jobs: (
-                not jobs or (self.transport is not None and self.transport.are_finished(jobs))
-            ),
+            are_jobs_finished=self._are_finished,
             compute_after=lambda call: self.after(self.step_seconds(), self.label_computes, call),
             on_computed=self._computed,
-            on_finished=lambda result: self.on_step(result),
+            on_finished=self._step_over,
         )
         self.label_computes = f"{self.name} computes"
         self.label_ends = f"{self.name} ends a step"
@@ -276,7 +274,13 @@ class RankProcess:
             self.transport.run_one()
             self.pump()
 
+    def _are_finished(self, jobs: Sequence[int]) -> bool:
+        return not jobs or (self.transport is not None and self.transport.are_finished(jobs))
+
     # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _step_over(self, result: StepResult) -> None:
+        self.on_step(result)
 
     def _computed(self, step: int, parts: list[bytes]) -> None:
         """Collectives: the step ends on each rank some time after the last one has computed it."""

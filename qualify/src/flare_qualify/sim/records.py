@@ -4,6 +4,7 @@ are what they should be. Uses the real codec, and no machine's view.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from flare_cache import transfer
@@ -14,7 +15,13 @@ from flare_core.geometry import SetIdentity
 from flare_qualify.sim.disk import Inode, SimDisk
 from flare_qualify.sim.oracle import Oracle
 
-__all__ = ["DiskReader", "Found"]
+__all__ = ["DiskReader", "Found", "digest_as_verified"]
+
+
+def digest_as_verified(store_id: bytes, rank: int, *, index: int, payload: Iterable[memoryview]) -> bytes:
+    """The digest that a fetch would compute now: also where a planted bug has exchanged it."""
+    found: bytes = vars(transfer)["section_digest"](store_id, rank, index=index, payload=payload)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +72,7 @@ class DiskReader:
     def _read(self, disk: SimDisk, inode: Inode, name: str) -> Found | None:
         self._fingerprint = self._fingerprint or self.identity.fingerprint()
         try:
-            header = decode_header(inode.data)
+            header = decode_header(memoryview(inode.data))
             check_header(header, set_fingerprint=self._fingerprint, geometry=self.identity.geometries[disk.rank])
         except RecordError:
             return None
@@ -87,9 +94,9 @@ class DiskReader:
         for index in range(layout.num_pages + found.has_tail):
             start = layout.section_offset(index)
             section = memoryview(data)[start : start + layout.page_bytes]
-            if transfer.section_digest(
-                identity.store_id, disk.rank, index=index, payload=[section]
-            ) != header.digest_at(index):
+            if digest_as_verified(identity.store_id, disk.rank, index=index, payload=[section]) != header.digest_at(
+                index
+            ):
                 return f"the digest of section {index} is wrong"
             if expected is not None:
                 right = expected[index]
@@ -99,9 +106,9 @@ class DiskReader:
                     return f"section {index} holds bytes behind its {len(right) // 8} tokens"
         if found.has_row:
             row = memoryview(data)[layout.tail_end : layout.row_end]
-            if transfer.section_digest(
-                identity.store_id, disk.rank, index=ROW_INDEX, payload=[row]
-            ) != header.digest_at(layout.num_digests - 1):
+            if digest_as_verified(identity.store_id, disk.rank, index=ROW_INDEX, payload=[row]) != header.digest_at(
+                layout.num_digests - 1
+            ):
                 return "the digest of the row is wrong"
             right_row = self.oracle.row(identity, disk.rank)
             if right_row is not None and row[: len(right_row)] != right_row:

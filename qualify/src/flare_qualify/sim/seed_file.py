@@ -1,4 +1,4 @@
-"""Files of failing worlds: the options, the rule that was broken, and what it was; kept beside the code and replayed."""
+"""Files of failing worlds: options, the rule that was broken, and a note; kept and replayed."""
 
 from __future__ import annotations
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from random import Random
 from typing import TYPE_CHECKING
 
-from flare_cache import transfer
 from flare_cache.digest import ROW_INDEX
 from flare_cache.jobs import RecordIdentity, record_file_name
 from flare_cache.record import encode_header, file_layout
 from flare_core.keys import chain_keys, next_key, root_key, token_array
 from flare_qualify.sim.disk import SimDisk
+from flare_qualify.sim.records import digest_as_verified
 
 if TYPE_CHECKING:
     from flare_qualify.sim.world import World
@@ -45,14 +45,12 @@ def _record_bytes(world: World, identity: RecordIdentity, token_ids: bytes, rank
         raise ValueError("a seeded record whose prefix is not known")
     pages = [_page(section, geometry.page_bytes) for section in sections]
     digests = [
-        transfer.section_digest(identity.store_id, rank, index=index, payload=[memoryview(page)])
+        digest_as_verified(identity.store_id, rank, index=index, payload=[memoryview(page)])
         for index, page in enumerate(pages)
     ]
     if identity.has_row:
         pages.append(_page(row, geometry.row_stride))
-        digests.append(
-            transfer.section_digest(identity.store_id, rank, index=ROW_INDEX, payload=[memoryview(pages[-1])])
-        )
+        digests.append(digest_as_verified(identity.store_id, rank, index=ROW_INDEX, payload=[memoryview(pages[-1])]))
     header = encode_header(
         identity,
         token_ids,

@@ -7,6 +7,7 @@ seconds, and nothing is held any more.
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from random import Random
 
@@ -29,6 +30,7 @@ from flare_qualify.sim.oracle import Oracle, Stream
 from flare_qualify.sim.process import PAGE, RunContext
 from flare_qualify.sim.records import DiskReader
 from flare_qualify.sim.seeding import seed_records
+from flare_qualify.sim.streams import Streams
 from flare_qualify.sim.workload import Workload
 
 __all__ = ["Outcome", "World", "run_world"]
@@ -37,6 +39,7 @@ _VOCAB_SIZE = 97
 _FULL_EVERY = 50
 _LIVE_SECONDS = 60.0
 _SETTLE_SECONDS = 60.0
+_RETRY_SECONDS = 2.0
 _MAX_OPEN = 10
 
 
@@ -59,14 +62,16 @@ class World:
     def __init__(self, options: Options, *, keep_log: bool = False) -> None:
         self.options = options
         self.loop = EventLoop(keep_log=keep_log)
-        self.rng = Random(f"world {options.seed}")
+        self.rng = Random(f"world {options.seed}")  # noqa: S311 - repeatable chance is what is wanted
         self.model = Model(options.world_size, options.page_tokens, _VOCAB_SIZE, options.has_rows, options.is_uneven)
         self.settings = _settings(options, self.model)
         self.disks = [SimDisk(rank) for rank in range(options.world_size)]
         oracle = Oracle(self.model)
         reader = DiskReader(self.settings.identity, oracle)
-        self.checks = Checks(self.loop, self.rng, oracle, reader, self.disks, options.is_power_durable)
-        self.workload = Workload(options, self.rng, oracle, self.checks.streams, _VOCAB_SIZE)
+        counts: Counter[str] = Counter()
+        streams = Streams(oracle, counts)
+        self.checks = Checks(self.loop, self.rng, oracle, reader, self.disks, options.is_power_durable, streams, counts)
+        self.workload = Workload(options, self.rng, oracle, streams.by_id, _VOCAB_SIZE)
         self.rates = disk_rates(options)
         self.slow_disk = [1.0] * options.world_size
         self.slow_device = [1.0] * options.world_size
@@ -140,10 +145,10 @@ class World:
         if self.is_healed:
             return
         group = self.group
-        open_streams = sum(not stream.is_over for stream in self.checks.streams.values())
-        if group is not None and group.is_serving and group.leader.poison is None and open_streams < _MAX_OPEN:
-            if not group.leader.is_asked_to_drain:
-                group.leader.put([self.workload.request()])
+        open_streams = sum(1 for _ in self.checks.streams.running())
+        leader = group.leader if group is not None and group.is_serving else None
+        if leader is not None and leader.poison is None and not leader.is_asked_to_drain and open_streams < _MAX_OPEN:
+            leader.put([self.workload.request()])
         wait = self.rng.expovariate(1 / self.options.request_seconds)
         self.loop.after(wait if group is not None and group.is_serving else 0.2, "request", self._send_request)
 
@@ -157,17 +162,24 @@ class World:
         group = self.group
         if group is None or group.is_dead:
             return
-        has_stopped = any(
-            process.directory is not None and process.directory.stores_stopped is not None
-            for process in group.processes
-        )
-        if has_stopped or self._has_buried(group) or self.rng.random() < 0.3:
+        if self._has_stopped(group) or self._has_buried(group) or self.rng.random() < 0.3:
             group.is_lethal = True
             for process in group.processes:
                 process.end("restarted by the operator")
         elif group.is_serving and self.rng.random() < 0.3:
             group.is_lethal = True
             group.leader.drain([Drain()])
+
+    def _has_stopped(self, group: Group) -> bool:
+        """A failing disk has made the group give up storing or reading until the next start."""
+        store = group.leader.store
+        directories = [process.directory for process in group.processes if process.directory is not None]
+        return any(directory.stores_stopped is not None for directory in directories) or (
+            store is not None
+            and any(
+                (tier.stores_stopped or tier.reads_stopped) is not None for tier in store.statistics().tiers.values()
+            )
+        )
 
     def _has_buried(self, group: Group) -> bool:
         store = group.leader.store
@@ -189,25 +201,36 @@ class World:
         self._until("no process is left of a run that faults broke", _SETTLE_SECONDS, self._is_steady)
         self._until("the ranks join", _LIVE_SECONDS, self._is_serving)
         self._until("open requests end", _LIVE_SECONDS, self._is_quiet)
-        command, prompt = self.workload.probe()
-        first = self._ask(command)
-        self._until("a store succeeds", _LIVE_SECONDS, lambda: first.is_over and self._is_quiet())
-        self._leader_put(ResetCache("probe", Tier.DEVICE))
-        command, _ = self.workload.probe(prompt)
-        second = self._ask(command)
-        self._until("a restore succeeds", _LIVE_SECONDS, lambda: second.is_over and self._is_quiet())
-        if first.reason != "length" or second.reason != "length":
-            raise Violation("liveness", f"probes ended with {first.reason!r} and {second.reason!r}")
-        if not second.restored and first.num_prompt_tokens > self.options.page_tokens:
-            raise Violation("liveness", f"a probe of {first.num_prompt_tokens} tokens was not restored")
+        deadline = self.loop.now + _LIVE_SECONDS
+        while not self._restores():
+            if self.loop.now > deadline:
+                raise Violation("liveness", f"nothing is stored and restored within {_LIVE_SECONDS:g} s of healing")
+            self._until("time passes", _LIVE_SECONDS, self._later(_RETRY_SECONDS))
         group = self.group
         if group is not None:
             check_all(self.checks, group)
             check_at_rest(self.checks, group)
 
+    def _restores(self) -> bool:
+        """Whether a new prompt is stored, and restored when it comes again."""
+        command, prompt = self.workload.probe()
+        first = self._ask(command)
+        self._until("a request ends", _LIVE_SECONDS, lambda: first.is_over and self._is_quiet())
+        self._leader_put(ResetCache("probe", Tier.DEVICE))
+        command, _ = self.workload.probe(prompt)
+        second = self._ask(command)
+        self._until("a request ends", _LIVE_SECONDS, lambda: second.is_over and self._is_quiet())
+        if first.reason != "length" or second.reason != "length":
+            raise Violation("liveness", f"probes ended with {first.reason!r} and {second.reason!r}")
+        return second.restored > 0 or first.num_prompt_tokens <= self.options.page_tokens
+
+    def _later(self, seconds: float) -> Callable[[], bool]:
+        until = self.loop.now + seconds
+        return lambda: self.loop.now >= until
+
     def _ask(self, command: object) -> Stream:
         self._leader_put(command)
-        return self.checks.streams[command.request.request_id]  # type: ignore[attr-defined]
+        return self.checks.streams.by_id[command.request.request_id]  # type: ignore[attr-defined]
 
     def _leader_put(self, command: object) -> None:
         if self.group is not None:
@@ -225,7 +248,7 @@ class World:
         leader = group.leader if group is not None else None
         if leader is None or leader.scheduler is None or leader.store is None or leader.engine is None:
             return False
-        is_open = any(not stream.is_over for stream in self.checks.streams.values())
+        is_open = any(True for _ in self.checks.streams.running())
         scheduler = leader.scheduler
         is_empty = not (
             scheduler.num_unfinished or scheduler.num_transfers or scheduler._active or scheduler._last_builder

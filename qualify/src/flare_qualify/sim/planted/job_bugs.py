@@ -100,8 +100,8 @@ def _local_vote() -> AbstractContextManager[None]:
 def _any_run() -> AbstractContextManager[None]:
     clock = ShardedLeader._clock
 
-    def _clock(self: Any, rank: int, what: str, run_id: bytes, claimed_rank: int, job_id: int) -> Any:
-        del run_id
+    def _clock(self: Any, rank: int, what: str, *rest: Any) -> Any:
+        _, claimed_rank, job_id = rest
         flight = self._flights.get(job_id)
         if what == "STARTED" and flight is not None and rank in flight.clocks and flight.clocks[rank].is_started:
             return None
@@ -158,7 +158,12 @@ def _at_once() -> AbstractContextManager[None]:
 
 def _needs_nothing() -> AbstractContextManager[None]:
     build = PlanBuilder.build
-    return exchange((PlanBuilder, "build", lambda self, needs_jobs: build(self, ())))
+
+    def _build(self: Any, needs_jobs: Any) -> Any:
+        del needs_jobs
+        return build(self, ())
+
+    return exchange((PlanBuilder, "build", _build))
 
 
 JOB_BUGS = (

@@ -21,9 +21,10 @@ from flare_cache.join_messages import Confirmed
 from flare_cache.join_set import Verdict
 from flare_cache.record import FileLayout, encode_header
 from flare_cache.record_file import read_sections, write_sections
-from flare_cache.record_table import KEEP_ROW, KEEP_TAIL
+from flare_cache.record_table import KEEP_ROW, KEEP_TAIL, find_digests
 from flare_cache.transfer import Part, flat_views, verify_items
 from flare_qualify.sim.planted.patching import PlantedBug, exchange
+from flare_qualify.sim.records import digest_as_verified
 
 __all__ = ["RECORD_BUGS"]
 
@@ -40,7 +41,7 @@ def _published_first() -> AbstractContextManager[None]:
             with self.passage.outgoing([item.segments for item in part]) as window:
                 for item, views in zip(part, window.sections, strict=True):
                     at = item.position * DIGEST_BYTES
-                    started.digests[at : at + DIGEST_BYTES] = transfer.section_digest(
+                    started.digests[at : at + DIGEST_BYTES] = digest_as_verified(
                         job.record.store_id, self.geometry.rank, index=item.index, payload=views
                     )
         header = encode_header(
@@ -134,7 +135,7 @@ def _most_parts() -> AbstractContextManager[None]:
     def _shared(own: Any, others: Any) -> Any:
         fates, parts = shared(own, others)
         for other in others.values():
-            at = join_set.find_digests(own.digests, other.digests)
+            at = find_digests(own.digests, other.digests)
             parts = np.where(at < 0, parts, parts | join_set._taken(other.parts, at))
         return fates, parts
 
