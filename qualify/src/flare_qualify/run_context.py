@@ -86,6 +86,10 @@ class Context:
         """Environment for a process that is not a rank, so that it ends with the scenario, too."""
         return os.environ | {MARK: self.mark}
 
+    def some(self, names: Sequence[str], *, every: int) -> list[str]:
+        """One of ``every`` names in the standard suite, which ones by the run's seed; all of them in the long one."""
+        return list(names) if self.is_long else list(names[self.seed % every :: every])
+
     def cases(self, names: Iterable[str]) -> Iterator[str]:
         """Those of ``names`` that no former attempt has finished. What happens up to the next one belongs to the case.
 

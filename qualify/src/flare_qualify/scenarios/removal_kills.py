@@ -53,9 +53,10 @@ def _size_of_one(context: Context, model: str, world_size: int) -> int:
 
 
 def run_removal_kills(context: Context, *, removals: Removals, world_size: int) -> None:
-    """Each role once at each step; in the long form four times."""
+    """Each role at each step four times; in the standard form, every second of these places once."""
     places = removals.places()
     names = [f"{name}, {repeat}" for repeat in range(4 if context.is_long else 1) for name in places]
+    names = context.some(names, every=2)
     options = removals.options
     if removals.op == "unlink":
         limit = int(2.5 * _size_of_one(context, removals.model, world_size))
