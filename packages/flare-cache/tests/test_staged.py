@@ -11,6 +11,7 @@ from flare_cache.job_times import BUCKET_SECONDS, reason_code
 from flare_cache.jobs import JobOp, JobStatus, Section
 from flare_cache.record import file_layout
 from flare_cache.record_file import DiskTransport
+from flare_cache.staged import StagedTransport
 from flare_core.errors import Poisoned
 from flare_core.prefix import Tier
 
@@ -274,3 +275,19 @@ def test_jobs_are_counted_and_timed_by_kind(open_rank, new_identity) -> None:
     assert times[JobOp.FETCH].failures == {"missing": 1}
     assert len(times[JobOp.UNLINK].counts) == len(BUCKET_SECONDS) + 1
     assert reason_code("ENOSPC: No space left on device") == "ENOSPC"
+
+
+def test_a_job_wakes_a_disk_thread_also_where_a_step_has_waited_longer(open_rank, new_identity, monkeypatch) -> None:
+    start, steps = StagedTransport.start, []
+
+    def start_behind_a_step(transport: StagedTransport) -> None:
+        steps.append(threading.Thread(target=transport.wait_for_jobs, args=([1],)))
+        steps[0].start()
+        while not transport._changed._waiters:
+            pass
+        start(transport)
+
+    monkeypatch.setattr(StagedTransport, "start", start_behind_a_step)
+    assert open_rank(num_threads=1).store(new_identity()).status is JobStatus.OK
+    steps[0].join(20)
+    assert not steps[0].is_alive()

@@ -169,7 +169,8 @@ class StagedTransport:
 
     def _push(self, job_id: int, task: Callable[[], None]) -> None:
         heapq.heappush(self._tasks, (job_id, next(self._serial), task))
-        self._changed.notify()
+        # One of those that wait may be the thread of a step, which has no use for a task; the other is a disk thread.
+        self._changed.notify(2)
 
     def _enqueue(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
