@@ -45,7 +45,8 @@ td small { color: var(--soft); display: block; overflow-wrap: anywhere; }
 svg { width: 100%; height: auto; background: var(--card); border: 1px solid var(--line); border-radius: 8px; }
 svg text { fill: var(--soft); font: 12px system-ui, sans-serif; } .grid, .lane { stroke: var(--line); }
 .fault { fill: var(--bad); } .tier-device { fill: var(--device); } .tier-memory { fill: var(--memory); }
-.tier-disk { fill: var(--good); } .tier-pool { fill: var(--warn); } circle { fill-opacity: .65; }
+.tier-cold { fill: var(--soft); } .tier-disk { fill: var(--good); } .tier-pool { fill: var(--warn); }
+circle { fill-opacity: .65; }
 .key { font-size: .85rem; } .key i { display: inline-block; width: .7em; height: .7em; border-radius: 50%;
   margin: 0 .3em 0 1em; } code { font-size: .9em; overflow-wrap: anywhere; }
 """
@@ -88,7 +89,7 @@ def _page(result: RunResult, events: dict[str, list[Event]]) -> str:
             _tiles(result),
             "<h2>Verdicts</h2>",
             _verdict_table(result.scenarios),
-            "<h2>Time to restore</h2>",
+            "<h2>Time to restore, beside cold runs</h2>",
             restore_plot(_restores(events)),
             _tier_key(),
             "<h2>Faults over time</h2>",
@@ -137,10 +138,10 @@ def _verdict_table(scenarios: Iterable[ScenarioResult]) -> str:
 
 def _restores(events: dict[str, list[Event]]) -> list[Restore]:
     return [
-        Restore(int(event["tokens"]), float(event["seconds"]), str(event["tier"]), name)
+        Restore(int(event["tokens"]), float(event["seconds"]), str(event.get("tier", "cold")), name)
         for name, each in events.items()
         for event in each
-        if event["kind"] == "restored"
+        if event["kind"] in {"restored", "cold"}
     ]
 
 
@@ -154,7 +155,7 @@ def _marks(events: dict[str, list[Event]], begin: float) -> list[Mark]:
 
 
 def _tier_key() -> str:
-    colours = {"device": "device", "memory": "memory", "disk": "good", "pool": "warn"}
+    colours = {"cold": "soft", "device": "device", "memory": "memory", "disk": "good", "pool": "warn"}
     keys = (f'<i style="background: var(--{colour})"></i>{tier}' for tier, colour in colours.items())
     return f'<div class="key soft">{"".join(keys)}</div>'
 

@@ -17,7 +17,10 @@ _WIDTH, _LEFT, _RIGHT, _TOP, _BOTTOM = 960, 74, 16, 14, 46
 
 @dataclass(frozen=True, slots=True)
 class Restore:
-    """One restore hit: prompt tokens restored, seconds to the first token, tier, and the scenario it was in."""
+    """One restore hit: prompt tokens restored, seconds to the first token, tier, and the scenario it was in.
+
+    A cold run is one, too, of the tier ``cold``: what a restore is to be compared with.
+    """
 
     tokens: int
     seconds: float
@@ -60,7 +63,9 @@ class _LogAxis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self) -> list[float]:
-        return [10.0**power for power in range(int(self.low), int(self.high) + 1)]
+        steps = (1, 2, 5) if self.high - self.low < 3 else (1,)
+        found = [step * 10.0**power for power in range(int(self.low), int(self.high) + 1) for step in steps]
+        return [tick for tick in found if tick <= 10.0**self.high]
 
 
 def _number(value: float) -> str:
@@ -82,13 +87,13 @@ def restore_plot(restores: Sequence[Restore]) -> str:
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{x.end}" y1="{y.at(tick):.1f}" y2="{y.at(tick):.1f}"/>')
         parts.append(f'<text x="{_LEFT - 8}" y="{y.at(tick) + 4:.1f}" text-anchor="end">{_number(tick)} s</text>')
     for restore in restores:
-        title = f"{restore.scenario}: {restore.tokens} tokens from {restore.tier} in {restore.seconds:.3f} s"
+        title = f"{restore.scenario}: {restore.tokens} tokens, {restore.tier}, {restore.seconds:.3f} s"
         parts.append(
             f'<circle class="tier-{escape(restore.tier)}" cx="{x.at(restore.tokens):.1f}" '
             f'cy="{y.at(restore.seconds):.1f}" r="3.5"><title>{escape(title)}</title></circle>'
         )
     middle = (_LEFT + _WIDTH - _RIGHT) / 2
-    parts.append(f'<text x="{middle}" y="{height - 6}" text-anchor="middle">prompt tokens restored</text>')
+    parts.append(f'<text x="{middle}" y="{height - 6}" text-anchor="middle">prompt tokens</text>')
     parts.append("</svg>")
     return "".join(parts)
 

@@ -51,6 +51,8 @@ class References:
             answer.total_cached == 0, f"the reference of {name} was to be cold: {answer.cached_tokens}"
         )
         self.context.answered()
+        seconds = round(answer.ttft_seconds, 4)
+        self.context.history.append("cold", tokens=answer.prompt_tokens, seconds=seconds)
         self.answers[name] = answer
         return answer
 
