@@ -1,6 +1,7 @@
 """Failpoints in real groups of ranks: they act where they say, in the process that was told, and nowhere else."""
 
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import httpx
 import pytest
 
 from flare_core.testing.oracle_config import OracleConfig
+from flare_transport.failpoint import FAILPOINTS
 
 PROMPT = "abcdefghijklmnop" * 30
 PLAIN = OracleConfig(eos_bias=-1e9)
@@ -53,6 +55,25 @@ def test_every_process_of_a_rank_says_loudly_that_it_is_armed(make_ranks):
     assert ranks.log(0).count("WILL FAIL ON PURPOSE") == 2
     assert ranks.log(1).count("WILL FAIL ON PURPOSE") == 1
     assert "no setting of flare" not in ranks.log(0)
+
+
+def test_the_processes_that_the_table_names_come_to_every_failpoint(make_ranks):
+    options = (*PAGES, "--prefix-cache-durability", "power", "--prefix-cache-disk-limit", "400K")
+    ranks = make_ranks(world_size=2, config=PLAIN, options=options)
+    every = ";".join(f"{point.name}:pause=1ms" for point in FAILPOINTS)
+    start_sabotaged(ranks, {0: every, 1: f"{every};store.header:error=EIO@9"})
+    ranks.wait_ready()
+    for number in range(14):
+        prompt = chr(ord("a") + number) * 100
+        ranks.complete(prompt)
+        ranks.complete(prompt + "xyz" * 20)  # whose pages begin with the tail of the first: that is cut
+        if number % 4 == 0:
+            ranks.post("/v1/cache/reset", {"tier": "device"})
+            ranks.complete(prompt)
+    assert set(ranks.stop().values()) == {0}
+    reached = [set(re.findall(r"failpoint ([a-z.-]+): pause", ranks.log(rank))) for rank in range(2)]
+    assert reached[0] == {point.name for point in FAILPOINTS if point.where != "peer"}
+    assert reached[1] == {point.name for point in FAILPOINTS if point.where != "rank 0"}
 
 
 @pytest.mark.parametrize("rank", [0, 1])
