@@ -13,13 +13,24 @@ from flare_qualify.group import Group
 from flare_qualify.run_context import Context
 from flare_qualify.verdict import Damage
 
-__all__ = ["ReportedRecords", "check_digests", "check_parity", "records_of", "temporary_files"]
+__all__ = ["ReportedRecords", "check_digests", "check_parity", "records_of", "subtree", "temporary_files"]
 
 
 def records_of(group: Group, rank: int) -> dict[str, RecordSummary]:
     """Records with a sound header in this rank's directory, by file name."""
     directory = group.record_directory(rank)
     return {record.name: record for record in list_records(directory).records} if directory.is_dir() else {}
+
+
+def subtree(group: Group, top: str) -> set[str]:
+    """Names of ``top`` and of all that extends it, on rank zero."""
+    records = records_of(group, 0)
+    by_key = {record.header.identity.key: name for name, record in records.items()}
+    found = {top}
+    for record in sorted(records.values(), key=lambda one: one.depth):
+        if by_key.get(record.header.identity.parent_key) in found:
+            found.add(record.name)
+    return found
 
 
 def temporary_files(group: Group, rank: int) -> list[str]:

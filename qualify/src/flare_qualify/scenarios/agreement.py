@@ -9,7 +9,7 @@ from functools import partial
 
 from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.processes import exit_codes
-from flare_qualify.checkers.records import check_digests, check_parity, records_of
+from flare_qualify.checkers.records import check_digests, check_parity, records_of, subtree
 from flare_qualify.client import get_json
 from flare_qualify.group import Group
 from flare_qualify.models import cache_off_text
@@ -27,17 +27,6 @@ _REFUSE_SECONDS = 10.0
 _NUM_TURNS = 6
 
 
-def _subtree(group: Group, top: str) -> set[str]:
-    """Names of ``top`` and of all that extends it, on rank zero."""
-    records = records_of(group, 0)
-    by_key = {record.header.identity.key: name for name, record in records.items()}
-    found = {top}
-    for record in sorted(records.values(), key=lambda one: one.depth):
-        if by_key.get(record.header.identity.parent_key) in found:
-            found.add(record.name)
-    return found
-
-
 def run_disagreement(context: Context, *, model: str, world_size: int) -> None:
     """One rank lost a record, another one a row or tail: exactly what all hold is kept, and the rest computed anew."""
     group = context.group(model, world_size)
@@ -49,7 +38,7 @@ def run_disagreement(context: Context, *, model: str, world_size: int) -> None:
     group.stop()
     records = records_of(group, 0)
     deleted = min(name for name, record in records.items() if record.depth == 0)
-    lost = _subtree(group, deleted)
+    lost = subtree(group, deleted)
     cut = min(name for name in set(records) - lost if records[name].has_row or records[name].has_tail)
     (group.record_directory(1) / deleted).unlink()
     last = world_size - 1

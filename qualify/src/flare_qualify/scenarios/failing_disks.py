@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 
 from flare_qualify.checkers.pages import check_pages_at_rest
-from flare_qualify.checkers.records import records_of
+from flare_qualify.checkers.records import records_of, subtree
 from flare_qualify.fault_drill import Drill, open_drill
 from flare_qualify.faults.commands import FaultError
 from flare_qualify.faults.disks import MIB, LoopDisk, fill, loop_disk, physical_offset, slowed_down, small_tmpfs
@@ -73,6 +73,7 @@ def run_unreadable(context: Context) -> None:
         # The one that lies last on the device, so that hardly any other is hit.
         name = max((drill.file_of(name) for name in drill.prompts), key=places.__getitem__)
         victim, store_id = directory / name, records_of(group, 0)[name].header.identity.store_id
+        lost = subtree(group, name)
         evidence = disk.lose_sectors(victim, offset=4096)
         answers = drill.answer_all("unreadable", at_least=len(drill.prompts) - 1)
         group.wait_stored()
@@ -90,6 +91,7 @@ def run_unreadable(context: Context) -> None:
         disk.restore_sectors()
         disk.repair()
         drill.reported.forget(name for name, place in places.items() if place >= places[victim.name])
+        drill.reported.forget(lost)
         drill.recover("after unreadable sectors", at_least=len(drill.prompts) - 1)
 
 
