@@ -235,7 +235,8 @@ class EngineClient:
     def _take_end(self, end: LinkEnd) -> None:
         # After a drain the worker parts in order; whatever was still pending then has been told before.
         if end.is_loss or (end.cause is EndCause.CLOSED_BY_PEER and self.state is not EngineState.DRAINING):
-            self._lose(self._lost_detail or f"{PoisonReason.WORKER_DIED}: the engine's process is gone")
+            why = PoisonReason.SILENT if end.cause is EndCause.SILENT else PoisonReason.WORKER_DIED
+            self._lose(self._lost_detail or f"{why}: the engine's process is gone")
         self.on_end(end)
 
     def _lose(self, message: str) -> None:
