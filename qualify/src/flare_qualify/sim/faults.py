@@ -44,6 +44,11 @@ def _peer_of(link: SimLink) -> int:
     return int(link.name.partition(" r")[2].partition("-")[0])
 
 
+_MAX_OLD_FRAMES = 150
+_STALE_EVENTS = 60
+"""A frame of an earlier run waits at most so many events for a moment in which it could be meant."""
+
+
 class Faults:
     """Injects into one world."""
 
@@ -55,6 +60,7 @@ class Faults:
         self._next_at = self._draw(0)
         self.last_effect = 0.0
         """When the last fault that was injected may still show."""
+        self._stale_until = 0
         self._old_frames: dict[str, list[bytes]] = {}
         self._actions: dict[FaultKind, Callable[[Group], None]] = {
             FaultKind.KILL: self._kill,
@@ -98,6 +104,8 @@ class Faults:
     def before_event(self) -> None:
         """Inject what is due."""
         world = self._world
+        if self._stale_until > world.loop.num_events and world.group is not None:
+            self._bring_up(world.group)
         if world.loop.num_events < self._next_at:
             return
         self._next_at = self._draw(world.loop.num_events)
@@ -207,12 +215,25 @@ class Faults:
             link.put(self._rng.choice(link.sent[-4:]))
 
     def _stale(self, group: Group) -> None:
-        link = self._link(group)
-        frames = self._old_frames.get(link.name) if link is not None else None
-        if link is not None and frames:
+        """A frame of an earlier run turns up: any one, or, soon, one that could be meant."""
+        if not self._old_frames:
+            self._kill(group)  # so that there is an earlier run
+        elif self._rng.random() < 0.8:
+            self._stale_until = self._world.loop.num_events + _STALE_EVENTS
+        elif (link := self._link(group)) is not None and (frames := self._old_frames.get(link.name)):
             self._effect(group)
-            fitting = [frame for frame in frames if self._fits(group, link, frame)]
-            link.put(self._rng.choice(fitting if fitting and self._rng.random() < 0.8 else frames))
+            link.put(self._rng.choice(frames))
+
+    def _bring_up(self, group: Group) -> None:
+        for process in group.processes:
+            for link in process.links if process.is_alive else ():
+                frames = self._old_frames.get(link.name) if link.end is None else None
+                fitting = [frame for frame in frames or () if self._fits(group, link, frame)]
+                if fitting and link.other is not None:
+                    self._stale_until = 0
+                    self._effect(group)
+                    link.other.take(self._rng.choice(fitting))
+                    return
 
     def _fits(self, group: Group, link: SimLink, frame: bytes) -> bool:
         """The frame of an earlier run names a job that could be meant now."""
@@ -220,18 +241,20 @@ class Faults:
         flights = group.leader.machine._flights
         if frame[5] == RECORD_ACK.code:
             job_id = decode_ack(payload).result.job_id
-            clock = flights[job_id].clocks.get(_peer_of(link)) if job_id in flights else None
-            return clock is not None and clock.is_started
+            flight, rank = flights.get(job_id), _peer_of(link)
+            is_awaited = flight is not None and rank in flight.clocks and rank not in flight.results
+            return is_awaited and flight.clocks[rank].is_started
         if frame[5] == RECORD_STARTED.code:
-            return decode_started(payload).job_id in flights
-        return decode_job(payload).job.job_id > group.leader.machine._last_job_id
+            return decode_started(payload).job_id in flights and self._rng.random() < 0.1
+        is_later = decode_job(payload).job.job_id > group.leader.machine._last_job_id
+        return is_later and self._rng.random() < 0.02
 
     def remember(self, group: Group) -> None:
         """Keep what the run's record links carried, to bring it up again in a later run."""
         for process in group.processes:
             for link in process.links:
                 if link.sent:
-                    self._old_frames[link.name] = link.sent[-24:]
+                    self._old_frames[link.name] = [*self._old_frames.get(link.name, ()), *link.sent][-_MAX_OLD_FRAMES:]
 
     def _rot(self, group: Group) -> None:
         del group

@@ -73,7 +73,7 @@ class Ledger:
                 if restorer is not None and restorer not in self.needed:
                     raise Violation(
                         "needs_jobs",
-                        f"rank {self.rank}: step {use.step} reads {_name(place)} without needing {restorer}",
+                        f"rank {self.rank}: step {use.step} reads {_name(place)} without needing job {restorer}",
                     )
         self.step = use
 
