@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
 import secrets
 import socket
 import stat
 import struct
-import threading
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -20,30 +17,11 @@ import pytest
 from flare_cache.record import decode_header
 from flare_core.keys import tenant_salt
 from flare_core.testing.checkpoints import make_tiny_checkpoint
+from flare_core.testing.exposure import listening, loopback_traffic
 from flare_transport import derive_key
 
 MEETING = "127.0.0.4"
 PROMPT = "0123456789abcdef" * 10
-
-
-def listening(pid: int) -> set[tuple[str, int]]:
-    """Listening TCP sockets of a process."""
-    own = set()
-    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            own.add(str(descriptor.readlink()))
-        except OSError:  # closed meanwhile
-            continue
-    found = set()
-    for table in ("tcp", "tcp6"):
-        for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A" and f"socket:[{fields[9]}]" in own:
-                host, port = fields[1].split(":")
-                raw = bytes.fromhex(host)
-                words = b"".join(raw[at : at + 4][::-1] for at in range(0, len(raw), 4))
-                found.add((str(ipaddress.ip_address(words)), int(port, 16)))
-    return found
 
 
 def all_listening(ranks) -> set[tuple[str, int]]:
@@ -77,39 +55,6 @@ def test_collectives_listen_on_the_rendezvous_interface_alone(make_ranks, tmp_pa
         assert at_peer == like_the_peer.getsockname()[0]
 
 
-@contextmanager
-def loopback_traffic(*without_ports: int):
-    """TCP payloads that cross loopback meanwhile, but for those of some ports."""
-    seen = bytearray()
-    with socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(0x0003)) as tap:
-        tap.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 20)
-        tap.bind(("lo", 0))
-        tap.settimeout(0.2)
-        over = threading.Event()
-
-        def listen():
-            while True:
-                try:
-                    frame = tap.recv(1 << 17)
-                except TimeoutError:
-                    if over.is_set():
-                        return
-                    continue
-                if len(frame) < 38 or frame[12:14] != b"\x08\x00" or frame[23] != socket.IPPROTO_TCP:
-                    continue
-                begin = 14 + 4 * (frame[14] & 15)
-                if not set(struct.unpack_from(">HH", frame, begin)) & set(without_ports):
-                    seen.extend(frame[begin:])
-
-        listener = threading.Thread(target=listen)
-        listener.start()
-        try:
-            yield seen
-        finally:
-            over.set()
-            listener.join()
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may capture what crosses loopback")
 @pytest.mark.parametrize("is_plaintext", [False, True])
 def test_no_key_salt_or_prompt_crosses_between_ranks(make_ranks, tmp_path, is_plaintext):
@@ -118,9 +63,8 @@ def test_no_key_salt_or_prompt_crosses_between_ranks(make_ranks, tmp_path, is_pl
     keys.write_text(f"alice: {token}\n")
     keys.chmod(0o600)
     plain = ("--insecure-plaintext",) if is_plaintext else ()
-    ranks = make_ranks(world_size=2, options=("--api-key-file", str(keys), *plain))
-    with loopback_traffic(ranks.port) as seen:
-        ranks.start()
+    with loopback_traffic(MEETING) as seen:
+        ranks = meeting_at(make_ranks, options=("--api-key-file", str(keys), *plain))
         body = {"prompt": PROMPT, "max_tokens": 4, "cache_salt": "a-salt-of-alice"}
         response = ranks.post("/v1/completions", body, headers={"Authorization": f"Bearer {token}"})
         assert response.status_code == 200
