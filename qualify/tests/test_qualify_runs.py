@@ -193,7 +193,10 @@ def test_every_declared_scenario_is_well_formed():
 def test_the_standard_suite_fits_its_time():
     chosen = choose(all_scenarios(), (), "standard")
     assert len(chosen) >= 30
-    assert sum(scenario.expected_seconds("standard") for scenario in chosen) <= 20 * 60
+    alone = sum(scenario.seconds for scenario in chosen if scenario.alone)
+    beside_another = sum(scenario.seconds for scenario in chosen if not scenario.alone)
+    # Two at a time use the waits of each other: measured, they take 0.6 of the time that one after the other takes.
+    assert alone + 0.6 * beside_another <= 20 * 60
 
 
 def test_an_unknown_scenario_is_refused_by_name(tmp_path):

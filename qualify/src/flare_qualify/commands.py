@@ -67,7 +67,7 @@ def ls(suite: str | None) -> None:
 @click.argument("names", nargs=-1, metavar="[NAME]…")
 @click.option("--suite", type=click.Choice(SUITES), default=SUITES[0], show_default=True, help="How much to do.")
 @click.option("--resume", is_flag=True, help="Go on with the run in the directory: what passed is not run again.")
-@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Scenarios beside each other.")
+@click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Scenarios beside each other.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of everything drawn by chance.")
 @click.option("--keep", is_flag=True, help="Keep the files of scenarios that passed.")
 @_directory_option

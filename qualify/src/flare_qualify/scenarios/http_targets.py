@@ -26,7 +26,7 @@ SCENARIOS = (
         name="http-phases-oracle",
         proves="What 'qualify http' asks of any server holds for flare's, without a difference of a bit.",
         rows=("D4",),
-        seconds=15,
+        seconds=6,
         run=partial(run_http_phases, model="oracle", world_size=2, prompt_words=200),
     ),
 )

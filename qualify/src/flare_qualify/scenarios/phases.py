@@ -110,8 +110,8 @@ SCENARIOS = (
     _phases("oracle", 2, 6),
     _phases("oracle-rows", 2, 6),
     _phases("oracle-rows", 3, 8),
-    _phases("tiny-llama", 2, 25, "torch"),
-    _phases("default", 2, 60, "torch", "default-model"),
+    _phases("tiny-llama", 2, 22, "torch"),
+    _phases("default", 2, 50, "torch", "default-model"),
     Scenario(
         name="memory-tier",
         proves="A memory tier on every rank answers before the disk, and its loss costs nothing but time.",

@@ -147,9 +147,9 @@ def _kills(model: str, world_size: int, *, standard: int, long: int, seconds: fl
 
 
 SCENARIOS = (
-    _kills("oracle", 2, standard=15, long=120, seconds=60, alone=True),
-    _kills("oracle-rows", 3, standard=9, long=80, seconds=45, alone=True),
-    _kills("tiny-llama", 2, standard=3, long=20, seconds=60, needs=("torch",), alone=True),
+    _kills("oracle", 2, standard=15, long=120, seconds=45),
+    _kills("oracle-rows", 3, standard=9, long=80, seconds=35),
+    _kills("tiny-llama", 2, standard=3, long=20, seconds=50, needs=("torch",)),
     _kills(
         "default", 2, standard=0, long=20, seconds=0, needs=("torch", "default-model"), suites=("long",), alone=True
     ),
