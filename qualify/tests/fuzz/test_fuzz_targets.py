@@ -19,6 +19,7 @@ from flare_qualify.fuzz.mutate import Mutator
 from flare_qualify.fuzz.registry import TARGETS, chosen
 from flare_qualify.fuzz.target import Target, Violation, require
 from flare_qualify.fuzz.tree import changed, places
+from flare_transport import LinkOffer
 
 SECONDS = 0.5
 
@@ -42,6 +43,7 @@ PLANTED = {
     "greeting": ("flare_transport.record_listener.hmac", ALWAYS_EQUAL),
     "record": ("flare_qualify.fuzz.targets.records.check_header", _nothing),
     "messages": ("flare_cache.record_link._ack_decoder", msgspec.msgpack.Decoder()),
+    "links": ("flare_cli.control_group._decode_offer", msgspec.msgpack.Decoder(LinkOffer).decode),
     "jobs": ("flare_qualify.fuzz.targets.protocols.job_problem", _nothing),
     "key-values": (
         "flare_transport.key_value_table.KeyValueTable._delete",

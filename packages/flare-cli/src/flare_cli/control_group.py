@@ -30,6 +30,7 @@ from flare_transport import (
     Link,
     LinkEnd,
     LinkOffer,
+    RemoteProtocolError,
     RendezvousSettings,
     Router,
     Security,
@@ -198,7 +199,11 @@ class ControlGroup:
 
 
 def _decode_offer(payload: memoryview) -> LinkOffer:
-    return msgspec.msgpack.decode(payload, type=LinkOffer)
+    try:
+        return msgspec.msgpack.decode(payload, type=LinkOffer)
+    except msgspec.MsgspecError as error:
+        msg = f"an offer of a link cannot be read: {error}"
+        raise RemoteProtocolError(msg) from None
 
 
 def describe_sighting(sighting: Sighting) -> str:

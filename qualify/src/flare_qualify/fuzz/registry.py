@@ -11,6 +11,7 @@ from flare_qualify.fuzz.targets.frames import FRAMES
 from flare_qualify.fuzz.targets.greeting import GREETING
 from flare_qualify.fuzz.targets.handshake import HANDSHAKE
 from flare_qualify.fuzz.targets.http import HTTP
+from flare_qualify.fuzz.targets.links import LINKS
 from flare_qualify.fuzz.targets.messages import MESSAGES
 from flare_qualify.fuzz.targets.protocols import JOBS, JOIN, KEY_VALUES
 from flare_qualify.fuzz.targets.records import RECORD
@@ -23,6 +24,7 @@ TARGETS = (
     GREETING,
     RECORD,
     MESSAGES,
+    LINKS,
     JOIN,
     JOBS,
     KEY_VALUES,
