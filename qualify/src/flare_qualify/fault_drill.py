@@ -100,14 +100,21 @@ class Drill:
         answer = ask(self.group.url, prompt, cache_salt=name)
         self.references.learn_oracle(name, answer, model=self.model, prompt=prompt, world_size=self.group.world_size)
 
-    def file_of(self, name: str) -> str:
-        """Name of the record that holds a prompt's beginning, and most of it; empty where there is none."""
+    def files_of(self, name: str) -> list[str]:
+        """Names of the records, mostly one, that hold a prompt's beginning and most of it."""
         whole = self.prompts[name][: _PROMPT_TOKENS // PAGE_TOKENS * PAGE_TOKENS]
         beginning = struct.pack(f"<{len(whole)}I", *whole)
-        for file, record in records_of(self.group, 0).items():
-            if not record.header.identity.start and record.header.token_ids.startswith(beginning):
-                return file
-        return ""
+        return [
+            file
+            for file, record in records_of(self.group, 0).items()
+            if not record.header.identity.start and record.header.token_ids.startswith(beginning)
+        ]
+
+    def file_of(self, name: str) -> str:
+        """The one of :meth:`files_of`. Raises ScenarioFailed where there is none."""
+        files = self.files_of(name)
+        self.context.require(bool(files), f"{name} has no record")
+        return files[0]
 
     def job_failures(self, op: str, rank: int) -> dict[str, int]:
         """Failed jobs of this operation on this rank since the start, by reason."""
