@@ -79,7 +79,9 @@ class Soak:
             self.references.compare_attempt(name, result)
             kind = "answered" if result.answer else "refused" if result.is_refused else "broken"
             self.ends[kind] += 1
-            if result.answer is not None:
+            if result.answer is None:
+                self.stopping.wait(0.2)
+            else:
                 self.context.restored(result.answer)
 
     def start(self) -> None:
