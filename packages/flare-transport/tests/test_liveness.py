@@ -34,3 +34,11 @@ def test_whoever_is_heard_in_time_lives(gaps):
     liveness.sent(now + 4.5)
     assert liveness.next_timer() == now + 5.0
     assert liveness.is_dead(now + 5.0)
+
+
+def test_a_new_deadline_counts_from_when_it_is_set():
+    liveness = Liveness(HeartbeatSettings(interval_seconds=1.0, deadline_seconds=60.0), 100.0)
+    assert not liveness.is_dead(150.0)
+    liveness.expect_within(5.0, 150.0)
+    assert not liveness.is_dead(154.9)
+    assert liveness.is_dead(155.0)

@@ -25,11 +25,13 @@ from flare_transport import (
     Address,
     FrameType,
     Group,
+    HeartbeatSettings,
     KeyValue,
     KeyValueService,
     Link,
     LinkEnd,
     LinkOffer,
+    LinkSettings,
     RemoteProtocolError,
     RendezvousSettings,
     Router,
@@ -47,6 +49,9 @@ PLAN = FrameType(48, "PLAN", 64 << 20)
 OFFER = FrameType(49, "OFFER", 4096)
 DRAIN_ASKED = FrameType(50, "DRAIN_ASKED", 0)
 CALLED_OFF = FrameType(51, "CALLED_OFF", 0)
+
+LOADING_DEADLINE_SECONDS = 60.0
+"""How long a rank may be silent until all have loaded: importing torch from a slow disk stops every thread."""
 
 TELL_SECONDS = 10.0
 CALL_OFF_SECONDS = 1.0
@@ -132,6 +137,11 @@ class ControlGroup:
     def wait_for_end(self) -> None:
         """On a peer that cannot start: leave only when rank zero does, so that it is no loss to rank zero."""
         self._ended.wait(TELL_SECONDS)
+
+    def expect_heartbeats(self) -> None:
+        """Every rank has loaded: from now on one that is silent for a few seconds is lost."""
+        for link in self._links.values():
+            link.expect_heartbeats_within(HeartbeatSettings().deadline_seconds)
 
     def send_plan(self, plan: bytes) -> None:
         """Hand a step plan to every peer. Raises ``TransportError``."""
@@ -231,5 +241,6 @@ def join_group(config: RunConfig, observe: Callable[[Sighting], None]) -> Group:
         key=key,
         security=Security.PLAINTEXT if config.insecure_plaintext else Security.TLS,
         deadline_seconds=config.rendezvous_timeout,
+        link=LinkSettings(heartbeat=HeartbeatSettings(deadline_seconds=LOADING_DEADLINE_SECONDS)),
     )
     return meet(settings, observe=observe)

@@ -32,6 +32,7 @@ from flare_cli.worker_protocol import (
     COMMANDS,
     EVENTS,
     NOTICE,
+    SERVING_DEADLINE_SECONDS,
     SNAPSHOT_QUERY,
     Notice,
     Ready,
@@ -221,6 +222,7 @@ class EngineClient:
         match notice:
             case Ready() if self.state is EngineState.STARTING:
                 self.state, self.detail = EngineState.READY, "serving"
+                self.link.expect_heartbeats_within(SERVING_DEADLINE_SECONDS)
             case WorkerLost(message):
                 self._lost_detail = message
                 self._lose(message)

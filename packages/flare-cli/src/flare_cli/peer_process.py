@@ -94,6 +94,7 @@ class _Peer:
         group.agree(Offer(equal_settings(config)))
         model = open_model(config, group, agree_pages=self._agree_pages, report=self._display.stage)
         group.agree(Offer({"model identity": model.identity.fingerprint().hex()}))
+        group.expect_heartbeats()
         cache = open_peer_cache(config, group, model, on_loss=self._lose)
         title = f"flare rank {config.rank} of {config.world_size} is ready"
         self._display.ready(title, [*model.facts, *cache.facts])

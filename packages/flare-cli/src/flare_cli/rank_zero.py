@@ -78,6 +78,7 @@ class RankZero:
         group.agree(Offer(equal_settings(config)))
         self._model = open_model(config, group, agree_pages=self._agree_pages, report=self._api.stage)
         group.agree(Offer({"model identity": self._model.identity.fingerprint().hex()}))
+        group.expect_heartbeats()
         self._cache = open_leader_cache(config, group, self._model, on_loss=self._watchdog.doom)
         self._engine = self._make_engine(self._model, self._cache)
         self._cache.wake = self._engine.inbox.wake

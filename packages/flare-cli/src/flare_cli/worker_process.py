@@ -17,7 +17,7 @@ from flare_cli.failpoints import arm_failpoints
 from flare_cli.logs import set_up_logs
 from flare_cli.process_limits import set_process_limits
 from flare_cli.watchdog import Watchdog
-from flare_cli.worker_protocol import WORKER_LINK_SETTINGS, StartFailed, WorkerLost
+from flare_cli.worker_protocol import LOCAL_LINK_SETTINGS, StartFailed, WorkerLost
 from flare_core.errors import FlareError
 from flare_transport import Link, TransportError, local_link
 
@@ -36,7 +36,7 @@ def main() -> None:
     set_process_limits()
     arm_failpoints(os.environ)
     link = local_link(
-        socket.socket(fileno=int(sys.argv[1])), name="link to the API process", settings=WORKER_LINK_SETTINGS
+        socket.socket(fileno=int(sys.argv[1])), name="link to the API process", settings=LOCAL_LINK_SETTINGS
     )
     _end(_Worker(link).run())
 

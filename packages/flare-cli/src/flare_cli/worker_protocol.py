@@ -6,8 +6,6 @@ notices (stages of the start, readiness, failure, snapshots) and engine events. 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import msgspec
 
 from flare_cli.snapshot import ClusterSnapshot
@@ -20,8 +18,8 @@ __all__ = [
     "EVENTS",
     "LOCAL_LINK_SETTINGS",
     "NOTICE",
+    "SERVING_DEADLINE_SECONDS",
     "SNAPSHOT_QUERY",
-    "WORKER_LINK_SETTINGS",
     "DrainAsked",
     "Notice",
     "Ready",
@@ -41,12 +39,13 @@ NOTICE = FrameType(FIRST_CONSUMER_CODE + 4, "NOTICE", 16 << 20)
 ABANDON = FrameType(FIRST_CONSUMER_CODE + 5, "ABANDON", 0)
 """End at once, and the group with it: nothing has been served yet."""
 
-LOCAL_LINK_SETTINGS = LinkSettings(max_queue_frames=1 << 16, max_queue_bytes=256 << 20)
-"""Both ends are of one host and one owner: deep queues, so that a busy event loop does not end the engine."""
+LOCAL_LINK_SETTINGS = LinkSettings(
+    max_queue_frames=1 << 16, max_queue_bytes=256 << 20, heartbeat=HeartbeatSettings(deadline_seconds=60.0)
+)
+"""Both ends are of one host and one owner: deep queues, so that a busy event loop does not end the engine. A process
+that imports torch from a slow disk may be silent for long; once it serves, the API process expects more of it."""
 
-PATIENCE_SECONDS = 60.0
-WORKER_LINK_SETTINGS = replace(LOCAL_LINK_SETTINGS, heartbeat=HeartbeatSettings(deadline_seconds=PATIENCE_SECONDS))
-"""The worker's end. A silent worker is lost like a silent rank; a silent API process may still be starting."""
+SERVING_DEADLINE_SECONDS = HeartbeatSettings().deadline_seconds
 
 
 class Stage(msgspec.Struct, frozen=True, tag="stage"):

@@ -80,6 +80,7 @@ class Link:
         self._channel: Channel | None = None
         self._wake_descriptor = -1
         self._is_shut_here = False
+        self._liveness = Liveness(self._settings.heartbeat, 0.0)
 
     @property
     def name(self) -> str:
@@ -109,9 +110,15 @@ class Link:
             self._channel = open_channel(self._socket)
             self._wake_descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
             self._state = LinkState.OPEN
+        self._liveness = Liveness(self._settings.heartbeat, time.monotonic())
         loop = _Loop(self, self._channel, self._wake_descriptor, router, pulse)
         self._thread = threading.Thread(target=loop.run, name=f"flare {self._name}", daemon=True)
         self._thread.start()
+
+    def expect_heartbeats_within(self, deadline_seconds: float) -> None:
+        """From now on, and counted from now, silence for so long ends the link; for a start that others may delay."""
+        self._liveness.expect_within(deadline_seconds, time.monotonic())
+        self._wake()
 
     def send(self, frame_type: FrameType, payload: Buffer = b"") -> None:
         """Send or queue one frame; never blocks. `payload` must not change afterwards.
@@ -226,7 +233,7 @@ class _Loop:
         self._pulse = pulse
         self._decoder = FrameDecoder(router.types)
         self._settings = link._settings
-        self._liveness = Liveness(self._settings.heartbeat, time.monotonic())
+        self._liveness = link._liveness
         self._drain_deadline: float | None = None
         self._is_bye_received = False
 
@@ -355,7 +362,7 @@ class _Loop:
             return None
         # Bytes that wait to be read may hold the heartbeat: after a pause of this process only silence counts.
         if not is_readable and self._liveness.is_dead(now):
-            seconds = self._settings.heartbeat.deadline_seconds
+            seconds = self._liveness.deadline_seconds
             return LinkEnd(EndCause.SILENT, f"{name}: no heartbeat for {seconds:g} s")
         if self._liveness.is_due(now):
             self._beat(self._pulse, now)

@@ -17,9 +17,10 @@ class Liveness:
     """One side's view of a link's heartbeats, from `now` on. Times are seconds of one monotonic clock."""
 
     def __init__(self, settings: HeartbeatSettings, now: float) -> None:
-        self._settings = settings
+        self.deadline_seconds = settings.deadline_seconds
+        self._interval_seconds = settings.interval_seconds
         self._due_at = now
-        self._dead_at = now + settings.deadline_seconds
+        self._heard_at = now
 
     def is_due(self, now: float) -> bool:
         """Whether a heartbeat should be sent now."""
@@ -27,16 +28,21 @@ class Liveness:
 
     def sent(self, now: float) -> None:
         """A heartbeat was sent, or withheld on purpose; the next is due an interval later."""
-        self._due_at = now + self._settings.interval_seconds
+        self._due_at = now + self._interval_seconds
 
     def heard(self, now: float) -> None:
         """A heartbeat arrived."""
-        self._dead_at = now + self._settings.deadline_seconds
+        self._heard_at = now
+
+    def expect_within(self, deadline_seconds: float, now: float) -> None:
+        """From now on silence for so long is death. May be called from any thread."""
+        self._heard_at = now
+        self.deadline_seconds = deadline_seconds
 
     def is_dead(self, now: float) -> bool:
         """Whether the other side has been silent for the whole deadline."""
-        return now >= self._dead_at
+        return now >= self._heard_at + self.deadline_seconds
 
     def next_timer(self) -> float:
         """The time at which something is next to be done, unless something arrives before it."""
-        return min(self._due_at, self._dead_at)
+        return min(self._due_at, self._heard_at + self.deadline_seconds)
