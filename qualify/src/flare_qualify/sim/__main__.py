@@ -16,7 +16,7 @@ from rich.table import Table
 
 from flare_qualify.sim.options import Options, expand
 from flare_qualify.sim.planted import PLANTED_BUGS
-from flare_qualify.sim.run import BugResult, Summary, bug_named, hunt, run_seeds
+from flare_qualify.sim.run import BugResult, Summary, bug_named, differing_replays, hunt, run_seeds
 from flare_qualify.sim.seed_file import SeedFile, read_seed_file, write_seed_file
 from flare_qualify.sim.shrink import shrink
 from flare_qualify.sim.world import Outcome, run_world
@@ -90,6 +90,18 @@ def replay(what: str, num_lines: int, events: int) -> None:
     if outcome.rule:
         click.echo(f"{outcome.rule}: {outcome.detail}\n{outcome.trace}")
     sys.exit(1 if outcome.rule else 0)
+
+
+@main.command()
+@click.option("--seeds", "count", default=200, show_default=True, help="Seeds to run twice.")
+@click.option("--start", default=0, show_default=True, help="The first.")
+def equal(count: int, start: int) -> None:
+    """Run seeds twice; exit 1 when a log is not the same both times."""
+    with _progress() as progress:
+        task = progress.add_task("seeds, twice", total=count)
+        found = differing_replays(start, count, on_seed=lambda _: progress.advance(task))
+    _console.print(f"{count} seeds run twice, {len(found)} differ {found[:10] if found else ''}")
+    sys.exit(1 if found else 0)
 
 
 @main.command()

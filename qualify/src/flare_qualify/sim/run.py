@@ -15,7 +15,7 @@ from flare_qualify.sim.options import expand
 from flare_qualify.sim.planted import PLANTED_BUGS, PlantedBug
 from flare_qualify.sim.world import Outcome, run_world
 
-__all__ = ["BugResult", "Summary", "hunt", "iterate_seeds", "run_seeds"]
+__all__ = ["BugResult", "Summary", "bug_named", "differing_replays", "hunt", "iterate_seeds", "run_seeds"]
 
 _CHUNK_SEEDS = 25
 
@@ -121,6 +121,18 @@ def run_seeds(
         violations=violations,
         counts=dict(sorted(counts.items())),
     )
+
+
+def differing_replays(start: int, count: int, *, on_seed: Callable[[int], None] | None = None) -> list[int]:
+    """Seeds that do not give the same outcome and log digest when they are run a second time."""
+    found: list[int] = []
+    for seed in range(start, start + count):
+        options = expand(seed)
+        if run_world(options)[0] != run_world(options)[0]:
+            found.append(seed)
+        if on_seed is not None:
+            on_seed(seed)
+    return found
 
 
 def hunt(bug: PlantedBug, *, start: int = 0, max_seeds: int = 5000, num_hunts: int = 5) -> BugResult:

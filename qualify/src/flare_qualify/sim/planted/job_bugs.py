@@ -25,7 +25,6 @@ __all__ = ["JOB_BUGS"]
 
 def _early_report() -> AbstractContextManager[None]:
     account, report = ShardedLeader._account, ShardedLeader._report
-    told: set[tuple[bytes, int]] = set()
 
     def _account(self: Any, rank: int, result: JobResult, now: float) -> None:
         flight = self._flights[result.job_id]
@@ -36,10 +35,10 @@ def _early_report() -> AbstractContextManager[None]:
 
     def _report(self: Any, outcome: Outcome) -> None:
         # Once for each job, or the store would stumble over the second.
-        key = (self._run_id, outcome.job.job_id)
-        if outcome.job.job_id and key in told:
+        told = vars(self).setdefault("_told", set())
+        if outcome.job.job_id and outcome.job.job_id in told:
             return
-        told.add(key)
+        told.add(outcome.job.job_id)
         report(self, outcome)
 
     return exchange((ShardedLeader, "_account", _account), (ShardedLeader, "_report", _report))
