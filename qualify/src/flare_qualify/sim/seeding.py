@@ -13,7 +13,7 @@ from flare_cache.jobs import RecordIdentity, record_file_name
 from flare_cache.record import encode_header, file_layout
 from flare_core.keys import chain_keys, next_key, root_key, token_array
 from flare_qualify.sim.disk import SimDisk
-from flare_qualify.sim.records import digest_as_verified
+from flare_qualify.sim.records import format_digest
 
 if TYPE_CHECKING:
     from flare_qualify.sim.world import World
@@ -44,13 +44,10 @@ def _record_bytes(world: World, identity: RecordIdentity, token_ids: bytes, rank
     if sections is None or row is None:
         raise ValueError("a seeded record whose prefix is not known")
     pages = [_page(section, geometry.page_bytes) for section in sections]
-    digests = [
-        digest_as_verified(identity.store_id, rank, index=index, payload=[memoryview(page)])
-        for index, page in enumerate(pages)
-    ]
+    digests = [format_digest(identity.store_id, rank, index=index, payload=page) for index, page in enumerate(pages)]
     if identity.has_row:
         pages.append(_page(row, geometry.row_stride))
-        digests.append(digest_as_verified(identity.store_id, rank, index=ROW_INDEX, payload=[memoryview(pages[-1])]))
+        digests.append(format_digest(identity.store_id, rank, index=ROW_INDEX, payload=pages[-1]))
     header = encode_header(
         identity,
         token_ids,

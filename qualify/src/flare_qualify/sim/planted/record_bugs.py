@@ -24,7 +24,7 @@ from flare_cache.record_file import read_sections, write_sections
 from flare_cache.record_table import KEEP_ROW, KEEP_TAIL, find_digests
 from flare_cache.transfer import Part, flat_views, verify_items
 from flare_qualify.sim.planted.patching import PlantedBug, exchange
-from flare_qualify.sim.records import digest_as_verified
+from flare_qualify.sim.records import format_digest
 
 __all__ = ["RECORD_BUGS"]
 
@@ -41,8 +41,8 @@ def _published_first() -> AbstractContextManager[None]:
             with self.passage.outgoing([item.segments for item in part]) as window:
                 for item, views in zip(part, window.sections, strict=True):
                     at = item.position * DIGEST_BYTES
-                    started.digests[at : at + DIGEST_BYTES] = digest_as_verified(
-                        job.record.store_id, self.geometry.rank, index=item.index, payload=views
+                    started.digests[at : at + DIGEST_BYTES] = format_digest(
+                        job.record.store_id, self.geometry.rank, index=item.index, payload=b"".join(views)
                     )
         header = encode_header(
             job.record,
