@@ -20,7 +20,7 @@ from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 from flare_qualify.workloads.failpoints import arm, disarm, fired
 from flare_qualify.workloads.prompts import extend, prompt_of
-from flare_qualify.workloads.requests import ANSWER_TOKENS, attempt, drop_device_copies
+from flare_qualify.workloads.requests import ANSWER_TOKENS, Attempt, attempt, drop_device_copies
 
 __all__ = ["SCENARIOS"]
 
@@ -53,6 +53,8 @@ class Soak:
     prompts: dict[str, list[int]] = field(default_factory=dict)
     ends: Counter[str] = field(default_factory=Counter)
     stopping: threading.Event = field(default_factory=threading.Event)
+    serving: threading.Event = field(default_factory=threading.Event)
+    at_work: list[threading.Lock] = field(default_factory=lambda: [threading.Lock() for _ in range(_NUM_CLIENTS)])
     order: tuple[int, str] | None = None
 
     def __post_init__(self) -> None:
@@ -71,18 +73,21 @@ class Soak:
         chance = random.Random(f"{self.context.seed}/client {number}")  # noqa: S311  repeated by its seed
         while not self.stopping.is_set():
             name = chance.choice(list(self.prompts))
-            result = attempt(self.group.url, self.prompts[name], timeout=20.0)
-            if result.status == 0:
-                self.ends["no connection"] += 1
+            with self.at_work[number]:
+                result = attempt(self.group.url, self.prompts[name], timeout=20.0) if self.serving.is_set() else None
+            if result is None or result.answer is None:
                 self.stopping.wait(0.2)
-                continue
-            self.references.compare_attempt(name, result)
-            kind = "answered" if result.answer else "refused" if result.is_refused else "broken"
-            self.ends[kind] += 1
-            if result.answer is None:
-                self.stopping.wait(0.2)
-            else:
-                self.context.restored(result.answer)
+            if result is not None:
+                self._judge(name, result)
+
+    def _judge(self, name: str, result: Attempt) -> None:
+        if result.status == 0 and not result.text:
+            self.ends["no connection"] += 1
+            return
+        self.references.compare_attempt(name, result)
+        self.ends["answered" if result.answer else "refused" if result.is_refused else "broken"] += 1
+        if result.answer is not None:
+            self.context.restored(result.answer)
 
     def start(self) -> None:
         """Restart every rank, one of them perhaps with a failpoint armed; what it finds must be whole."""
@@ -94,6 +99,7 @@ class Soak:
             arm(self.group, *self.order)
         self.group.start()
         check_parity(self.context, self.group, "chaos, restarted")
+        self.serving.set()
 
     def await_loss(self, seconds: float) -> bool:
         """Whether the group is lost by itself within this time, by the failpoint that it started with."""
@@ -126,7 +132,9 @@ class Soak:
         if not members:
             return
         name = self.context.rng.choice(sorted(members))
-        match self.context.rng.choice(("kill", "kill", "stop", "drop")):
+        how = self.context.rng.choice(("kill", "kill", "stop", "drop"))
+        # A stopped API process may still come back: nobody leaves for its sake (see paused-api-process).
+        match "kill" if (how, name) == ("stop", "api") else how:
             case "kill":
                 os.kill(members[name], signal.SIGKILL)
                 self.context.fault_fired(f"chaos: kill {name.rstrip('0123456789')}", f"SIGKILL to {name}")
@@ -147,7 +155,15 @@ class Soak:
         if gone:
             self.context.timed("chaos: a lost group ends", max(gone.values()), limit=_LOSS_SECONDS)
         self.group.kill_all()
+        self.quiesce()
         self.context.figure("group_restarts", 1)
+
+    def quiesce(self) -> None:
+        """Let no client ask, and wait for those that do: what is compared at a start is at rest."""
+        self.serving.clear()
+        for lock in self.at_work:
+            with lock:
+                pass
 
     def is_lost(self) -> bool:
         """Whether any process has ended or is stopped."""
