@@ -50,7 +50,7 @@ JOIN = (
     ("api", "join.applied"),
 )
 _NUM_PROMPTS = 2
-_MEETING_SECONDS = 4.0
+_MEETING_SECONDS = 6.0
 """``--rendezvous-timeout``: those that wait for a killed rank give up after this."""
 _GONE_SECONDS = _MEETING_SECONDS + 7.0
 
@@ -91,17 +91,20 @@ def _fill(context: Context, group: Group) -> _Filled:
 
 def run_start_kills(context: Context, *, places: tuple[tuple[str, str], ...]) -> None:
     """Each place once, in one record directory; every second start after it is undisturbed and restores all."""
-    group = context.group("oracle-rows", 2, "--rendezvous-timeout", f"{_MEETING_SECONDS:g}s")
-    filled = _fill(context, group)
+    group = context.group("oracle-rows", 2)
+    filled, options = _fill(context, group), group.options
     for case in context.cases(context.some([f"{role} at {step}" for role, step in places], every=2)):
         role, _, step = case.split()
         kill = Kill(role, step)
         if step.startswith("join."):
             filled.disagree(group)
         kill.arm(group)
+        if not step.startswith("join."):  # where nobody has met yet, those that are left wait for the one that is gone
+            group.options = (*options, "--rendezvous-timeout", f"{_MEETING_SECONDS:g}s")
         group.launch()
         disarm(group)
-        evidence = kill.await_kill(group, timeout=15.0)
+        group.options = options
+        evidence = kill.await_kill(group, timeout=20.0)
         if not evidence:
             context.vacuous(f"{case}: not reached")
             group.kill_all()
