@@ -213,6 +213,14 @@ def test_a_directory_that_holds_something_else_is_left_alone(tmp_path):
     assert Path(tmp_path / "thesis.txt").read_text() == "mine"
 
 
+def test_a_run_of_one_suite_does_not_go_on_as_another(directory):
+    name = next(iter(all_scenarios()))
+    arguments = ["run", name, "--suite", "long", "--resume", "--directory", str(directory.root)]
+    result = CliRunner().invoke(qualify, arguments)
+    assert result.exit_code == 2
+    assert "holds a run of the suite standard" in result.output
+
+
 def test_a_report_of_no_run_says_so(tmp_path):
     result = CliRunner().invoke(qualify, ["report", "--directory", str(tmp_path)])
     assert result.exit_code == 2

@@ -70,13 +70,18 @@ def ls(suite: str | None) -> None:
 @click.option("--jobs", type=click.IntRange(1), default=2, show_default=True, help="Scenarios beside each other.")
 @click.option("--seed", type=int, default=1, show_default=True, help="Of everything drawn by chance.")
 @click.option("--keep", is_flag=True, help="Keep the files of scenarios that passed.")
-@_directory_option
+@click.option(
+    "--directory",
+    type=click.Path(path_type=Path),
+    help=f"As for report; default: {DEFAULT_DIRECTORY}, and {DEFAULT_DIRECTORY}-long for the long suite.",
+)
 @click.pass_context
-def run(context: click.Context, /, names: tuple[str, ...], directory: Path, **options: Any) -> None:
+def run(context: click.Context, /, names: tuple[str, ...], directory: Path | None, **options: Any) -> None:
     """Run the scenarios called NAME, or the whole suite; exit code 1 when any of them does not pass."""
     known = all_scenarios()
     console = Console()
-    where = RunDirectory(directory)
+    is_standard = options["suite"] == SUITES[0]
+    where = RunDirectory(directory or DEFAULT_DIRECTORY.with_name(DEFAULT_DIRECTORY.name + "-long" * (not is_standard)))
     settings = RunSettings(directory=where, **options)
     try:
         chosen = choose(known, names, settings.suite)
@@ -89,9 +94,9 @@ def run(context: click.Context, /, names: tuple[str, ...], directory: Path, **op
     except FileExistsError as error:
         raise click.UsageError(str(error)) from None
     except BlockingIOError:
-        raise click.UsageError(f"another run is at work in {directory}; choose another --directory") from None
+        raise click.UsageError(f"another run is at work in {where.root}; choose another --directory") from None
     except KeyboardInterrupt:
-        console.print(f"cut off; go on with: qualify run --resume --suite {settings.suite} --directory {directory}")
+        console.print(f"cut off; go on with: qualify run --resume --suite {settings.suite} --directory {where.root}")
         context.exit(130)
     _print_result(console, result, where)
     context.exit(0 if result.is_good else 1)

@@ -177,7 +177,8 @@ def run_scenarios(scenarios: list[Scenario], settings: RunSettings, console: Con
 
     Raises:
         BlockingIOError: another runner works in the directory.
-        FileExistsError: the directory holds something that is no run.
+        FileExistsError: the directory holds something that is no run, or a run of another suite that is not to be
+            gone on with.
         KeyboardInterrupt: after ending what was started and writing what there is.
     """
     directory = settings.directory
@@ -190,6 +191,9 @@ def run_scenarios(scenarios: list[Scenario], settings: RunSettings, console: Con
 
 def _run_locked(scenarios: list[Scenario], settings: RunSettings, console: Console) -> RunResult:
     directory = settings.directory
+    former = next((event["suite"] for event in read_history(directory.own.path) if event["kind"] == "run"), None)
+    if former not in {None, settings.suite}:
+        raise FileExistsError(f"{directory.root} holds a run of the suite {former}; choose another --directory")
     directory.begin(suite=settings.suite, seed=settings.seed, resumed=settings.resume)
     todo = [each for each in scenarios if directory.outcome(each).verdict is not Verdict.PASS]
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(24), TimeElapsedColumn())
