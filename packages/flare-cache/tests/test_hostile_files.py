@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import struct
 import time
 
 import msgspec
@@ -13,7 +14,7 @@ from flare_cache.digest import DIGEST_BYTES, section_digest
 from flare_cache.directory import RecordDirectory
 from flare_cache.jobs import JobStatus
 from flare_cache.join_index import JOIN_INDEX_NAME, read_join_index
-from flare_cache.record import BOUND, TOKENS_AT, file_layout
+from flare_cache.record import BOUND, TOKENS_AT, Problem, RecordError, decode_header, encode_header, file_layout
 from flare_cache.scan import save_join_index
 from flare_cache.set_file import SET_FILE_NAME
 from flare_core.errors import UsageError
@@ -137,3 +138,30 @@ def test_a_lock_that_is_no_file_is_refused_by_name(tmp_path, kind) -> None:
     make(path / "LOCK", kind)
     with pytest.raises(UsageError, match="cannot be written"):
         RecordDirectory.open(path)
+
+
+@pytest.mark.parametrize("has_row", [True, False])
+def test_a_header_whose_row_is_said_in_one_place_and_denied_in_another_is_refused(
+    new_identity, new_geometry, set_fingerprint, has_row
+) -> None:
+    record = new_identity(has_row=has_row)
+    digests = bytes(DIGEST_BYTES * (record.num_sections + has_row))
+    header = bytearray(
+        encode_header(
+            record,
+            bytes(4 * (record.end - record.start)),
+            set_fingerprint=set_fingerprint,
+            geometry=new_geometry(),
+            digests=digests,
+        )
+    )
+    bound_at = align_up(TOKENS_AT + 4 * (record.end - record.start), 64)
+    row_bytes_at, file_bytes_at = bound_at + 40 + 5 * 8, bound_at + 40 + 6 * 8
+    row_bytes, file_bytes = (struct.unpack_from("<Q", header, at)[0] for at in (row_bytes_at, file_bytes_at))
+    other = 0 if has_row else 4096
+    struct.pack_into("<Q", header, row_bytes_at, other)
+    struct.pack_into("<Q", header, file_bytes_at, file_bytes - row_bytes + other)
+    header[-32:] = hashlib.sha256(header[:-32]).digest()
+    with pytest.raises(RecordError) as caught:
+        decode_header(header)
+    assert caught.value.problem is Problem.INCONSISTENT

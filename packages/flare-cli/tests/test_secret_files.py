@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
 
 import pytest
 
 from flare_cli.server import keys
 from flare_cli.server.keys import load_key_ring
 from flare_core.errors import UsageError
+from flare_transport import KeyFileError, load_key_file
 
 
 @pytest.fixture
@@ -31,6 +33,15 @@ def test_an_api_or_admin_key_file_open_to_others_is_refused_with_the_remedy(key_
     admin = key_file("key-admin\n", mode, "admin")
     with pytest.raises(UsageError, match=f"chmod 600 {admin}"):
         load_key_ring(None, admin)
+
+
+def test_a_pipe_in_a_key_files_place_is_refused_and_not_waited_for(tmp_path):
+    pipe = tmp_path / "keys"
+    os.mkfifo(pipe, 0o600)
+    with pytest.raises(UsageError, match="not a regular file"):
+        load_key_ring(pipe, None)
+    with pytest.raises(KeyFileError, match="not a regular file"):
+        load_key_file(pipe)
 
 
 @pytest.mark.parametrize("mode", [0o600, 0o400])
