@@ -24,6 +24,7 @@ from flare_qualify.workloads.requests import Attempt, ask, begin, drop_device_co
 __all__ = ["SCENARIOS"]
 
 STEPS = ("fetch.begin", "fetch.open", "fetch.header", "fetch.read", "fetch.verify", "fetch.deliver", "fetch.ack")
+PLACES = (*((role, step) for step in STEPS for role in ROLES), ("worker", "fetch.report"))
 FAIL_SECONDS = 6.0
 GONE_SECONDS = {"peer": 6.0, "worker": 6.0, "api": 10.0}
 _COMPANION_TOKENS = 300
@@ -52,7 +53,7 @@ class RestoreKills:
         self.companions.learn("companion", answer)
         self.group.wait_stored()
         self.group.stop()
-        self.num_hits = self.chain.hits_of_a_restore(self.group, STEPS)
+        self.num_hits = self.chain.hits_of_a_restore(self.group, (*STEPS, "fetch.report"))
 
     def kill_once(self, name: str, role: str, step: str) -> None:
         """Start, restore whole, then kill ``role`` at a random hit of ``step`` during a second restore."""
@@ -127,7 +128,9 @@ def run_kills(context: Context, *, model: str, world_size: int, standard: int, l
     kills = RestoreKills(context, group, Chain(context, num_turns=12 if model in ORACLES else 6))
     kills.prepare()
     count = long if context.is_long else standard
-    names = [f"{number:03d} {ROLES[number % 3]} {STEPS[(number // 3) % len(STEPS)]}" for number in range(count)]
+    # Seven is prime to the number of places: a few kills are spread over all of them.
+    places = (PLACES[(7 * number) % len(PLACES)] for number in range(count))
+    names = [f"{number:03d} {role} {step}" for number, (role, step) in enumerate(places)]
     for name in context.cases(names):
         _, role, step = name.split()
         kills.kill_once(name, role, step)
