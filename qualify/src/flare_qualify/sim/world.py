@@ -40,6 +40,8 @@ _FULL_EVERY = 50
 _LIVE_SECONDS = 60.0
 _SETTLE_SECONDS = 60.0
 _RETRY_SECONDS = 2.0
+_MAX_EVENTS = 20_000
+"""More events than anything takes after healing: time must not stand still either."""
 _MAX_OPEN = 10
 
 
@@ -188,9 +190,9 @@ class World:
         )
 
     def _until(self, what: str, seconds: float, is_so: Callable[[], bool]) -> None:
-        deadline = self.loop.now + seconds
+        deadline, last_event = self.loop.now + seconds, self.loop.num_events + _MAX_EVENTS
         while not is_so():
-            if self.loop.now > deadline:
+            if self.loop.now > deadline or self.loop.num_events > last_event:
                 raise Violation("liveness", f"{what}: not within {seconds:g} s of healing")
             self._one()
 
