@@ -242,8 +242,9 @@ class Faults:
         if frame[5] == RECORD_ACK.code:
             job_id = decode_ack(payload).result.job_id
             flight, rank = flights.get(job_id), _peer_of(link)
-            is_awaited = flight is not None and rank in flight.clocks and rank not in flight.results
-            return is_awaited and flight.clocks[rank].is_started
+            if flight is None or rank not in flight.clocks or rank in flight.results:
+                return False
+            return flight.clocks[rank].is_started
         if frame[5] == RECORD_STARTED.code:
             return decode_started(payload).job_id in flights and self._rng.random() < 0.1
         is_later = decode_job(payload).job.job_id > group.leader.machine._last_job_id
