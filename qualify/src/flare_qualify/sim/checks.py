@@ -209,6 +209,8 @@ class Checks:
             raise Violation("after poison", f"{type(outcomes[0]).__name__} is reported after: {leader.poison}")
         for outcome in outcomes:
             job = outcome.job
+            if isinstance(outcome, Failed):
+                _refuse_internal(outcome)
             match outcome:
                 case Done() if job.op is JobOp.STORE:
                     self.counts[f"stored {job.tier}"] += 1
@@ -363,5 +365,14 @@ class Checks:
         del leader
         self.counts["poisonings"] += 1
         group = self.group
+        if "internal" in reason:
+            raise Violation("exception", reason)
         if group is not None and not group.is_lethal:
             raise Violation("poison without cause", reason)
+
+
+def _refuse_internal(outcome: Failed) -> None:
+    """A rank's worker met what nobody had foreseen."""
+    for failure in outcome.failures:
+        if failure.reason.startswith("internal"):
+            raise Violation("exception", f"rank {failure.rank}: {failure.reason}")

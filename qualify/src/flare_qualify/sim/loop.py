@@ -12,8 +12,11 @@ __all__ = ["EventLoop", "Violation"]
 _HASH_EVERY = 64
 
 
-class Violation(Exception):
-    """A rule was broken; ``rule`` names it in a few words, the message says how."""
+class Violation(BaseException):
+    """A rule was broken; ``rule`` names it in a few words, the message says how.
+
+    Not an ``Exception``: the machines' own boundaries must not take it for a failed job.
+    """
 
     def __init__(self, rule: str, detail: str) -> None:
         super().__init__(f"{rule}: {detail}")
