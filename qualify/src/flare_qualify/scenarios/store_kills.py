@@ -13,7 +13,6 @@ from functools import partial
 from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.processes import check_all_gone
 from flare_qualify.checkers.records import ReportedRecords, check_digests, check_parity
-from flare_qualify.client import Answer
 from flare_qualify.group import Group, GroupError
 from flare_qualify.models import ORACLES, cache_off_text
 from flare_qualify.run_context import Context
@@ -73,14 +72,25 @@ class StoreKills:
         self.references = References(self.context)
         self.reported = ReportedRecords(self.context)
 
-    def prepare(self) -> None:
-        """Store the first prompts, undisturbed."""
+    def prepare(self, numbers: Sequence[int]) -> None:
+        """Store the first prompts, undisturbed, and learn the right answers to those of ``numbers``."""
         self.group.start(timeout=_START_SECONDS)
         for number in range(_NUM_REPORTED):
             self.references.learn(str(number), ask(self.group.url, prompt_of(number)))
-            self.prompts.append(number)
+        for number in numbers:
+            self._learn(number)
         self.reported.note(self.group)
         self.group.stop()
+
+    def _learn(self, number: int) -> None:
+        prompt = prompt_of(number)
+        if self.model in ORACLES:
+            world_size = self.group.world_size
+            text = cache_off_text(self.model, prompt, max_tokens=ANSWER_TOKENS, world_size=world_size)
+            self.references.expect(str(number), text)
+        else:
+            # With another salt, so that nothing of it is found when its store is disturbed.
+            self.references.learn(str(number), ask(self.group.url, prompt, cache_salt="undisturbed"))
 
     def kill_once(self, name: str, role: str, step: str, number: int) -> None:
         """Start, look at what the last kill has left, then kill ``role`` at ``step`` of a store of a new prompt."""
@@ -108,7 +118,6 @@ class StoreKills:
                 context.vacuous(f"{name}: {step} was not reached")
                 group.kill_all()
             ended = request.result()
-        self._learn_expected(str(number), ended.answer)
         self.references.compare_attempt(str(number), ended)
         if evidence:
             context.timed("a request beside a killed store ends", time.monotonic() - killed_at, limit=_END_SECONDS)
@@ -133,18 +142,6 @@ class StoreKills:
         attempt(self.group.url, prompt_of(900), timeout=5.0)
         return kill.await_kill(self.group, timeout=2.0)
 
-    def _learn_expected(self, name: str, answer: Answer | None) -> None:
-        """The right text of a prompt that nobody has answered undisturbed: the oracle's, or else the first answer's."""
-        if self.model in ORACLES:
-            text = cache_off_text(
-                self.model, prompt_of(int(name)), max_tokens=ANSWER_TOKENS, world_size=self.group.world_size
-            )
-            self.references.expect(name, text)
-        elif answer is not None:
-            self.references.answers[name] = answer
-        else:
-            self.references.expect(name, "")
-
     def check_survivors(self, when: str, *, num_restored: int) -> None:
         """At rest after a start: parity, nothing reported lost, and some reported prompts restored bit for bit."""
         check_parity(self.context, self.group, when)
@@ -162,10 +159,9 @@ class StoreKills:
         disarm(self.group)
         self.group.start(timeout=_START_SECONDS)
         self.check_survivors(when, num_restored=_NUM_REPORTED)
-        for number in self.prompts[_NUM_REPORTED:]:
+        for number in self.prompts:
             answer = ask(self.group.url, prompt_of(number))
-            if self.references.answers[str(number)].text:
-                self.references.compare(str(number), answer)
+            self.references.compare(str(number), answer)
         self.group.wait_stored()
         check_parity(self.context, self.group, when)
         check_digests(self.context, self.group, when)
@@ -186,7 +182,7 @@ def run_store_kills(context: Context, *, places: Sequence[Place], repeats: int, 
         group = context.group("oracle", 2, *options)
         kills = StoreKills(context, group, "oracle")
         try:
-            kills.prepare()
+            kills.prepare(range(100, 100 + repeats))
             for repeat in range(repeats):
                 kills.kill_once(f"{case}, {repeat}", role, step, 100 + repeat)
             kills.finish(f"after {case}")
@@ -199,7 +195,7 @@ def run_in_one_directory(context: Context, *, model: str, places: Sequence[Place
     """One kill at each of ``places`` in turn; each start looks at what all kills before it have left."""
     group = context.group(model, 2, "--prefix-cache-durability", "power")
     kills = StoreKills(context, group, model)
-    kills.prepare()
+    kills.prepare(range(100, 100 + len(places)))
     for case in context.cases(f"{number} {role} {step}" for number, (role, step) in enumerate(places)):
         number, role, step = case.split()
         kills.kill_once(case, role, step, 100 + int(number))
