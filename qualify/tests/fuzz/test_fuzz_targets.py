@@ -18,6 +18,7 @@ from flare_qualify.fuzz.loop import fuzz
 from flare_qualify.fuzz.mutate import Mutator
 from flare_qualify.fuzz.registry import TARGETS, chosen
 from flare_qualify.fuzz.target import Target, Violation, require
+from flare_qualify.fuzz.targets import http
 from flare_qualify.fuzz.tree import changed, places
 from flare_transport import LinkOffer
 
@@ -29,6 +30,16 @@ def test_a_target_finds_nothing_in_its_corpus_and_a_short_run(target, tmp_path):
     result = fuzz(target, seconds=SECONDS, seed=20261130, corpus=Corpus(crashes=tmp_path))
     assert not result.crashes, result.crashes[0].trace
     assert result.executions >= result.corpus > 3
+
+
+def test_every_odd_value_in_every_field_of_a_request_is_taken_or_refused():
+    (target,) = chosen(["http"])
+    with target.open() as execute:
+        for number, (_, sample) in enumerate(http.SAMPLES):
+            for place in range(len(list(places(sample)))):
+                for odd in range(len(http.ODD_JSON)):
+                    # POST, a changed sample, this one, one change: this place is replaced by this value.
+                    execute(bytes((0, 3, number, 1, place, 0, odd)))
 
 
 def _nothing(*args, **kwargs) -> None:

@@ -117,3 +117,26 @@ def test_a_content_length_that_is_none_costs_nothing(make_server, length):
     headers = [("content-length", length.encode("latin-1"))]
     response = server.request("POST", COMPLETIONS, content=b'{"prompt": "a"}', headers=headers)
     assert response.status_code in {200, 400, 413}
+
+
+LONG = "x" * 100_000
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        completion(model=LONG),
+        completion(**{LONG: 1}),
+        completion(logit_bias={LONG: 1}),
+        completion(response_format=LONG),
+        chat(messages=[{"role": LONG, "content": "a"}]),
+        chat(messages=[{"role": "user", "content": "a", LONG: 1}]),
+        chat(messages=[{"role": "user", "content": [{"type": LONG}]}]),
+        chat(chat_template_kwargs={LONG: 1}),
+        ("/v1/cache/reset", {"tier": LONG}),
+    ],
+)
+def test_an_error_repeats_little_of_what_was_sent(make_server, request_):
+    response = make_server().post(*request_)
+    assert 400 <= response.status_code < 500
+    assert len(response.content) < 4096

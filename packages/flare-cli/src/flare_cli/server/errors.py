@@ -11,6 +11,9 @@ from flare_core.errors import RequestError
 
 __all__ = ["EngineUnavailable", "error_object", "error_response"]
 
+MAX_MESSAGE_CHARS = 1000
+MAX_PARAM_CHARS = 200
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -28,7 +31,15 @@ class EngineUnavailable(Exception):
 def error_object(message: str, *, status: int, param: str | None = None, code: str | None = None) -> dict[str, object]:
     """The JSON object of an error; ``code`` is the status's name where there is none better."""
     kind = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+    # Names that a client sent may stand in both, at any length.
+    short_param = None if param is None else _clipped(param, MAX_PARAM_CHARS)
+    return {
+        "error": {"message": _clipped(message, MAX_MESSAGE_CHARS), "type": kind, "param": short_param, "code": code}
+    }
+
+
+def _clipped(text: str, max_chars: int) -> str:
+    return text if len(text) <= max_chars else f"{text[:max_chars]}…"
 
 
 def error_response(error: RequestError | EngineUnavailable, *, retry_after: int = 1) -> Response:

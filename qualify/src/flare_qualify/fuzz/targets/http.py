@@ -16,7 +16,7 @@ from flare_qualify.fuzz.target import Execute, Target, Violation, require
 from flare_qualify.fuzz.targets.stub_engine import stub_service
 from flare_qualify.fuzz.tree import ODD_VALUES, changed
 
-__all__ = ["HTTP"]
+__all__ = ["HTTP", "ODD_JSON", "SAMPLES"]
 
 EXECUTION_SECONDS = 10.0
 
@@ -45,7 +45,7 @@ _MESSAGES = [
     {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
     {"role": "assistant", "content": None, "refusal": None},
 ]
-_SAMPLES: tuple[tuple[str, dict[str, Any]], ...] = (
+SAMPLES: tuple[tuple[str, dict[str, Any]], ...] = (
     ("/v1/completions", {"prompt": "Hello"}),
     ("/v1/completions", {"prompt": [3, 4, 5], "stream": True, "stream_options": {"include_usage": True}}),
     ("/v1/completions", {"prompt": ["a", "b"], "echo": True, "logprobs": 2, **_SAMPLING}),
@@ -72,7 +72,7 @@ _PATHS = (
     "/../etc/passwd",
     "/v1/models/\u00e9%s{0}",
 )
-_ODD_JSON: tuple[Any, ...] = (
+ODD_JSON: tuple[Any, ...] = (
     *(value for value in ODD_VALUES if not isinstance(value, bytes)),
     "\ud800",
     float("nan"),
@@ -127,12 +127,12 @@ def _body(choices: Choices) -> tuple[str, bytes]:
     way = choices.integer(0, 7)
     if way == 0:
         return choices.pick(_PATHS), choices.rest()
-    path, sample = choices.pick(_SAMPLES)
+    path, sample = choices.pick(SAMPLES)
     if way == 1:
         return path, choices.pick(_ODD_TEXT)
     tree: Any = sample
     for _ in range(choices.integer(0, 3)):
-        tree = changed(tree, choices, _ODD_JSON)
+        tree = changed(tree, choices, ODD_JSON)
     try:
         text = json.dumps(tree, ensure_ascii=choices.flag())
     except RecursionError:
@@ -201,12 +201,12 @@ def _open() -> Iterator[Execute]:
 
 
 def _seeds() -> Iterator[bytes]:
-    for number in range(len(_SAMPLES)):
+    for number in range(len(SAMPLES)):
         yield bytes((0, 2, number, 0, 0, 1))
         for place in range(0, 24, 2):
             yield bytes((0, 3, number, 1, place, place % 8, place * 5 % 34, 1, 0, 0, 1, 0))
     for number in range(len(_ODD_TEXT)):
-        yield bytes((0, 1, number % len(_SAMPLES), number))
+        yield bytes((0, 1, number % len(SAMPLES), number))
     for number in range(len(_PATHS)):
         yield bytes((number % 8, 0, number)) + b'{"prompt": "a"}'
 
