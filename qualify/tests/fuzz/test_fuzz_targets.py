@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import msgspec
@@ -19,10 +20,11 @@ from flare_qualify.fuzz.mutate import Mutator
 from flare_qualify.fuzz.registry import TARGETS, chosen
 from flare_qualify.fuzz.target import Target, Violation, require
 from flare_qualify.fuzz.targets import http
-from flare_qualify.fuzz.tree import changed, places
+from flare_qualify.fuzz.targets.samples import JOIN_SAMPLES, WIRES
+from flare_qualify.fuzz.tree import ODD_VALUES, changed, places
 from flare_transport import LinkOffer
 
-SECONDS = 0.5
+SECONDS = 0.3
 
 
 @pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
@@ -40,6 +42,39 @@ def test_every_odd_value_in_every_field_of_a_request_is_taken_or_refused():
                 for odd in range(len(http.ODD_JSON)):
                     # POST, a changed sample, this one, one change: this place is replaced by this value.
                     execute(bytes((0, 3, number, 1, place, 0, odd)))
+
+
+def test_every_odd_value_in_every_field_of_a_message_is_taken_or_refused():
+    (target,) = chosen(["messages"])
+    with target.open() as execute:
+        for number, wire in enumerate(WIRES):
+            for which, sample in enumerate(wire.samples):
+                for change in _single_changes(sample):
+                    execute(bytes((number, which)) + change)
+
+
+# What a leader hears of a peer that keeps to the protocol, and a peer of a leader: message, as it is; Hello of rank 1.
+HONEST = {1: ((0, 1, 1), (1, 1), (6, 1), (8, 1)), 0: ((4, 1), (5, 1), (7, 1), (9, 1))}
+
+
+@pytest.mark.parametrize("is_leader", [1, 0])
+def test_every_odd_value_in_every_join_message_at_every_turn_goes_on_or_fails_by_name(is_leader):
+    (target,) = chosen(["join"])
+    with target.open() as execute:
+        for turn in range(len(HONEST[is_leader])):
+            before = b"".join(bytes(message) for message in HONEST[is_leader][:turn])
+            for which, sample in enumerate(JOIN_SAMPLES):
+                as_is = (which, 0, 0) if which == 0 else (which, 0)
+                for change in _single_changes(sample):
+                    execute(bytes((0, is_leader)) + before + bytes(as_is) + change)
+
+
+def _single_changes(sample) -> Iterator[bytes]:
+    """The choices of `odd_message` that put each odd value in each place."""
+    tree = msgspec.msgpack.decode(msgspec.msgpack.encode(sample))
+    for place in range(len(list(places(tree)))):
+        for odd in range(len(ODD_VALUES)):
+            yield bytes((0, 0, place, 0, odd))
 
 
 def _nothing(*args, **kwargs) -> None:
