@@ -16,7 +16,7 @@ TIE = 1e-4
 TEXTS = (
     "The lighthouse keeper wrote in his log that the storm had begun before dawn, and that by noon the sea",
     "def moving_average(values, window):\n    total = sum(values[:window])\n    result = [total / window]\n    for",
-    "Die Wiederherstellung eines Präfixes aus dem Speicher ist schneller als seine Berechnung, weil",
+    "記録から前置部を復元するほうが、計算し直すよりも速い。なぜなら",
 )
 
 pytestmark = pytest.mark.skipif(not MODEL.exists(), reason="the default model is not here: flare model get smollm2")
