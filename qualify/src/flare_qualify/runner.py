@@ -100,7 +100,8 @@ class _Runner:
         settings, directory = self.settings, self.settings.directory.scenario(scenario.name)
         directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", "flare_qualify.scenario_process", scenario.name]
-        command += ["--directory", str(directory), "--models", str(settings.directory.models)]
+        # Whole paths: a rank may run elsewhere, and a link to a directory must lead there from anywhere.
+        command += ["--directory", str(directory.resolve()), "--models", str(settings.directory.models.resolve())]
         command += ["--suite", settings.suite, "--seed", str(settings.seed)]
         with (directory / "output.log").open("ab") as log:
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
