@@ -286,7 +286,8 @@ class Faults:
     def _slow_disk(self, group: Group) -> None:
         rank = self._rng.randrange(len(group.processes))
         self._effect(group, 40.0)
-        self._slow(self._world.slow_disk, rank, self._rng.choice((10.0, 100.0, 1000.0)))
+        seconds = self._rng.choice((0.05, 0.5, 8.0, 8.0))
+        self._slow(self._world.slow_disk, rank, seconds / self._world.options.task_seconds)
 
     def _slow_device(self, group: Group) -> None:
         rank = self._rng.randrange(len(group.processes))
