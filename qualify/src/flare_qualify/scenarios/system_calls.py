@@ -208,18 +208,23 @@ def run_join(context: Context) -> None:
 
 
 def run_lies(context: Context) -> None:
-    """A write that reports success and writes nothing: acknowledged by every rank, and found out when it is read."""
+    """A write that reports success and writes nothing: acknowledged by every rank, and found out afterwards.
+
+    A whole write that is missing leaves a file that is too short; the first 4096 bytes of one leave a hole in a file of
+    the right size, which digests alone can tell from a page.
+    """
     loop = _Loop(context, Durability.PROCESS, num_records=2)
     loop.prepare(lambda _: None)
-    lie = _Tampering(",".join(WRITE_PAGES), f"retval={loop.largest_write()}", "1")
-    child, fired, found = loop.tampered(lie)
-    if not _account(context, lie, fired) or found is None:
-        return
-    context.damage(Damage.WRONG_TOKENS, len(found.wrong), f"{lie.name}: {found.wrong[:3]}")
-    context.check(set(range(_SAVED)) <= set(found.restored), f"records stored before are gone: {found}")
-    context.check(_SAVED in child.stored, f"the store with a hole was not acknowledged: {child.lines}")
-    context.check(_SAVED in found.missing, f"a hole was restored: {found}")
-    note_restores(context, found)
+    for case, num_bytes in {"a write": loop.largest_write(), "a page": 4096}.items():
+        lie = _Tampering(",".join(WRITE_PAGES), f"retval={num_bytes}", "1")
+        child, fired, found = loop.tampered(lie)
+        if not _account(context, lie, fired) or found is None:
+            continue
+        context.damage(Damage.WRONG_TOKENS, len(found.wrong), f"{case}: {found.wrong[:3]}")
+        context.check(set(range(_SAVED)) <= set(found.restored), f"{case}: records stored before are gone: {found}")
+        context.check(_SAVED in child.stored, f"{case}: the store was not acknowledged: {child.lines}")
+        context.check(_SAVED in found.missing, f"{case}: what was not written was restored: {found}")
+        note_restores(context, found)
 
 
 def run_failed_sync(context: Context) -> None:
