@@ -118,7 +118,7 @@ SCENARIOS = (
         proves="A directory moved, linked or frozen under a rank leads no write elsewhere and costs no answer.",
         rows=("A5", "A13"),
         needs=("root",),
-        seconds=30,
+        seconds=16,
         long_seconds=240,
         run=run_abuse,
     ),
@@ -126,7 +126,7 @@ SCENARIOS = (
         name="directory-removed",
         proves="A directory removed under a rank fails its stores and restores, and no request.",
         rows=("A5",),
-        seconds=12,
+        seconds=8,
         run=run_removed,
     ),
 )

@@ -184,20 +184,20 @@ def _rotten(model: str, world_size: int, seconds: float) -> Scenario:
 
 
 SCENARIOS = (
-    _rotten("oracle", 2, 30),
-    _rotten("oracle-rows", 3, 40),
+    _rotten("oracle", 2, 20),
+    _rotten("oracle-rows", 3, 28),
     Scenario(
         name="bytes-in-the-wrong-place",
         proves="Sound pages and files of another record or rank are found out, at the join or when they are read.",
         rows=("A6", "A10", "A13"),
-        seconds=12,
+        seconds=6,
         run=run_misplaced,
     ),
     Scenario(
         name="foreign-names",
         proves="Names in a record directory that are not flare's are never touched.",
         rows=("A6",),
-        seconds=12,
+        seconds=10,
         run=run_foreign,
     ),
 )

@@ -115,7 +115,7 @@ SCENARIOS = (
         proves="A link that breaks in a handshake or a join is retried or ends every rank with a message; none hangs.",
         rows=("A6", "A7", "A9"),
         needs=("root", "netns"),
-        seconds=35,
+        seconds=27,
         long_seconds=900,
         run=run_joining,
     ),
