@@ -60,7 +60,9 @@ def ls(suite: str | None) -> None:
     for name in SUITES:
         of_suite = [scenario for scenario in chosen if name in scenario.suites]
         minutes = sum(scenario.expected_seconds(name) for scenario in of_suite) / 60
-        console.print(f"{name}: {len(of_suite)} scenarios, about {minutes:.0f} minutes on two cores", style="dim")
+        console.print(
+            f"{name}: {len(of_suite)} scenarios, about {minutes:.0f} minutes one after the other", style="dim"
+        )
 
 
 @qualify.command("run")
