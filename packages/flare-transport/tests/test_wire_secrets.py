@@ -1,5 +1,6 @@
 """Everything that crosses the network while ranks meet, as a proxy between them sees it: no secret is in it."""
 
+import contextlib
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -32,17 +33,32 @@ class Proxy:
 
     target: Address
     seen: bytearray = field(default_factory=bytearray)
+    passing: list[socket.socket] = field(default_factory=list)
     listener: socket.socket = field(default_factory=lambda: socket.create_server(("127.0.0.1", 0)))
 
+    threads: list[threading.Thread] = field(default_factory=list)
+
     def __post_init__(self):
-        threading.Thread(target=self._serve, daemon=True).start()
+        self._start(self._serve)
+
+    def _start(self, target, *arguments):
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
+        self.threads.append(thread)
+        thread.start()
 
     @property
     def port(self) -> int:
         return self.listener.getsockname()[1]
 
     def close(self):
-        self.listener.close()
+        """Close everything; a socket that a thread still reads from is shut first, so that the thread ends."""
+        for sock in (self.listener, *self.passing):
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+        for thread in self.threads:
+            thread.join(20)
+        for sock in (self.listener, *self.passing):
+            sock.close()
 
     def _serve(self):
         while True:
@@ -55,8 +71,9 @@ class Proxy:
             except OSError:  # rank zero is not there yet: the peer comes again
                 near.close()
                 continue
+            self.passing += [near, far]
             for source, sink in ((near, far), (far, near)):
-                threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+                self._start(self._pass_on, source, sink)
 
     def _pass_on(self, source, sink):
         try:

@@ -14,7 +14,8 @@ def test_torchrun_places_the_ranks(make_ranks):
     key = ranks.root / "cluster.key"
     key.touch(mode=0o600)
     key.write_text("5a" * 32 + "\n")
-    command = [f"{sys.prefix}/bin/torchrun", "--nproc-per-node", "2", "--no-python", sys.executable, "-m", "flare_cli"]
+    command = [f"{sys.prefix}/bin/torchrun", "--nproc-per-node", "2", "--master-port", str(ranks.rendezvous)]
+    command += ["--no-python", sys.executable, "-m", "flare_cli"]
     command += ["run", str(ranks.model), "--key-file", str(key), "--port", str(ranks.port)]
     command += ["--prefix-cache-disk", str(ranks.root / "records{rank}")]
     with (ranks.root / "rank0.log").open("wb") as log:

@@ -6,6 +6,7 @@ on an authenticated link; gloo is bound to the address of the rendezvous interfa
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Protocol
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
+from flare_core.compute.interfaces import interface_of
 from flare_core.ports import KeyValue
 
 __all__ = ["GroupCollectives", "KeyValueStore", "SingleRank", "TensorCollectives", "connect_collectives"]
@@ -139,7 +141,8 @@ def connect_collectives(
     bind_address: str,
     timeout_seconds: float = 600.0,
 ) -> TensorCollectives:
-    """Join the group; blocks until every rank has. ``bind_address`` is the local address of gloo's sockets.
+    """Join the group; blocks until every rank has. ``bind_address`` is the local address of the collectives' sockets
+    (NCCL takes the interface that has it, unless ``NCCL_SOCKET_IFNAME`` says otherwise).
 
     Raises:
         RuntimeError: a rank did not come in ``timeout_seconds`` (from torch).
@@ -149,6 +152,7 @@ def connect_collectives(
     store = KeyValueStore(table, timeout_seconds)
     timeout = timedelta(seconds=timeout_seconds)
     if device.type == "cuda":
+        _bind_nccl(bind_address)
         nccl = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return GroupCollectives(
@@ -159,3 +163,10 @@ def connect_collectives(
     options._devices = [gloo.create_device(hostname=bind_address)]
     options._timeout = timeout
     return GroupCollectives(gloo(store, rank, world_size, options), store, rank=rank, world_size=world_size)
+
+
+def _bind_nccl(bind_address: str) -> None:
+    """NCCL reads its settings from the environment when it is first used, and takes an interface by its name alone."""
+    interface = interface_of(bind_address)
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={interface}")
