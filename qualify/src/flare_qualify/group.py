@@ -149,7 +149,9 @@ class Group:
             key.write_text(secrets.token_hex(32) + "\n")
         self.run += 1
         if not keep_ports:
-            self.port, self.rendezvous_port = free_port(), free_port()
+            self.port = self.rendezvous_port = free_port()
+            while self.rendezvous_port == self.port:
+                self.rendezvous_port = free_port()
 
     def launch_rank(self, rank: int) -> None:
         """Start one rank's process after :meth:`prepare`; returns at once."""
