@@ -11,6 +11,7 @@ import enum
 import fcntl
 import os
 import struct
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ _FIEMAP_HEADER = struct.Struct("=QQLLLL")
 _FIEMAP_EXTENT = struct.Struct("=QQQQQLLLL")
 _FIEMAP_SYNC = 1
 _MAX_EXTENTS = 512
+_LET_GO_SECONDS = 5.0
 
 
 class PowerCut(enum.IntEnum):
@@ -75,12 +77,12 @@ class LoopDisk:
 
     def remount(self) -> None:
         """Unmount and mount again, as after a reboot: the journal is replayed. Nothing may have a file open in it."""
-        run("umount", self.path)
+        _unmount(self.path)
         run("mount", "-o", self.options, self.device, self.path)
 
     def repair(self) -> None:
         """Unmount, have ``e2fsck`` repair what it finds, and mount again. Nothing may have a file open in it."""
-        run("umount", self.path)
+        _unmount(self.path)
         # Exit codes below 4: no errors, or errors that were corrected.
         run("sh", "-c", 'e2fsck -fy "$0" > /dev/null 2>&1; test $? -lt 4', self.device)
         run("mount", "-o", self.options, self.device, self.path)
@@ -163,6 +165,20 @@ def loop_disk(path: Path, *, num_bytes: int = 64 * MIB, options: str = "errors=r
         undo.callback(run, "umount", "-l", path)
         path.chmod(0o700)
         yield LoopDisk(path, device, backing, num_bytes, options)
+
+
+def _unmount(path: Path) -> None:
+    """Unmount; a process that was killed a moment ago may still hold a file open. Raises FaultError after 5 s."""
+    deadline = time.monotonic() + _LET_GO_SECONDS
+    while True:
+        try:
+            run("umount", path)
+        except FaultError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+        else:
+            return
 
 
 @contextlib.contextmanager
