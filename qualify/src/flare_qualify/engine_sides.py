@@ -13,6 +13,7 @@ import transformers
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from flare_cli.model_store import default_model_dir
 from flare_core.compute.loading import LoadedRunner, load_runner
 from flare_core.engine.request import EngineRequest
 from flare_core.plan import Run, RunKind, SequenceStart, StepPlan
@@ -25,7 +26,6 @@ __all__ = ["FlareSide", "TransformersSide", "make_shape", "prompt_ids"]
 CHUNK = 2048
 """Tokens of a prefill run: what the scheduler gives a step in which nothing decodes."""
 
-_SMOLLM2 = Path.home() / ".cache/flare/models/smollm2-135m-instruct"
 _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "smollm2-shape": (
         "llama",
@@ -56,8 +56,8 @@ _SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
 
 def make_shape(name: str, scratch: Path) -> Path:
     """The directory of a model: SmolLM2 as downloaded (or random weights of its shape), the Qwen3 shape, or a path."""
-    if name == "smollm2" and _SMOLLM2.exists():
-        return _SMOLLM2
+    if name == "smollm2" and default_model_dir().exists():
+        return default_model_dir()
     if name == "smollm2":
         name = "smollm2-shape"
     if name not in _SHAPES:

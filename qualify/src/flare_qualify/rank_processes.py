@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -21,6 +20,7 @@ from pathlib import Path
 from flare_cache.record_group import LeaderGroup, start_leader, start_peer
 from flare_cache.testing import GroupPlan, LocalRank, make_rank, token_geometries
 from flare_cli.control_group import ControlGroup
+from flare_qualify.group import free_port
 from flare_transport import Address, Link, RendezvousSettings, dial_link, meet, open_link_listener
 
 __all__ = ["PAGE_TOKENS", "ProcessGroup", "bench_plan", "open_processes"]
@@ -74,7 +74,7 @@ class ProcessGroup:
 def open_processes(world_size: int, root: Path | None) -> Iterator[ProcessGroup]:
     """Start the peers and meet them; all have ended afterwards. ``root`` as in :func:`bench_plan`."""
     with contextlib.ExitStack() as stack:
-        key, port = secrets.token_bytes(32), _free_port()
+        key, port = secrets.token_bytes(32), free_port()
         for rank in range(1, world_size):
             stack.enter_context(_peer_process(rank, world_size, port, root, key))
         control = _meet(0, world_size, port, key)
@@ -112,11 +112,6 @@ def _opened(plan: GroupPlan, rank: int) -> Iterator[LocalRank]:
 
 def _complain(reason: str) -> None:
     print(reason, file=sys.stderr, flush=True)
-
-
-def _free_port() -> int:
-    with socket.create_server((_HOST, 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 def main() -> None:
