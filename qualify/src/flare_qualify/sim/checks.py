@@ -41,6 +41,7 @@ class Checks:
         reported: records on disk that requests can count on: key to (store id, key of the parent).
         counts: what happened, for the summary.
         uneven: files that some rank could not cut: until the next join it has more than is offered.
+        buried: files that some rank could not remove: their names stay taken until the next join.
     """
 
     loop: EventLoop
@@ -55,6 +56,7 @@ class Checks:
     reported: dict[bytes, tuple[bytes, bytes]] = field(default_factory=dict)
     owned: Counter[Place] = field(default_factory=Counter)
     uneven: set[str] = field(default_factory=set)
+    buried: set[str] = field(default_factory=set)
     _tickets: dict[int, list[Place]] = field(default_factory=dict)
 
     def begin(self, group: Group) -> None:
@@ -62,6 +64,7 @@ class Checks:
         self.group = group
         self.owned.clear()
         self.uneven.clear()
+        self.buried.clear()
         self._tickets.clear()
 
     def is_excused(self, disk: SimDisk, name: str) -> bool:
@@ -136,9 +139,14 @@ class Checks:
                 raise Violation("join", f"rank {disk.rank} still has {surplus[0][:16]}, which is not kept")
         self.reported = {key: (one.identity.store_id, one.identity.parent_key) for key, one in kept.items()}
         self.check_held(leader, Tier.DISK)
-        for disk in self.disks:
-            disk.excused = {name for name, inode in disk.names.items() if inode.is_damaged}
-            disk.cut.clear()
+        for process in group.processes:
+            if process.is_alive:
+                self._take_stock(self.disks[process.rank], names)
+
+    def _take_stock(self, disk: SimDisk, kept: set[str]) -> None:
+        """What is excused from now on: damage, and what the join could not read and therefore left where it is."""
+        disk.excused = {name for name, inode in disk.names.items() if inode.is_damaged} | (disk.records().keys() - kept)
+        disk.cut.clear()
 
     def _is_loss_excused(self, key: bytes) -> bool:
         """A fault that may take records took this one, or one that it extends, on some rank."""
@@ -211,6 +219,8 @@ class Checks:
             job = outcome.job
             if isinstance(outcome, Failed):
                 _refuse_internal(outcome)
+                if outcome.cleanup or job.op is JobOp.UNLINK:
+                    self.buried.add(record_file_name(job.record.key))
             match outcome:
                 case Done() if job.op is JobOp.STORE:
                     self.counts[f"stored {job.tier}"] += 1

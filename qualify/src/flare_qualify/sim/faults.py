@@ -90,6 +90,11 @@ class Faults:
         return bool(rates.name_eio)
 
     @property
+    def is_a_disk_stalled(self) -> bool:
+        """A disk is still so slow, from an earlier run on, that a job on it may outlive its deadline."""
+        return max(self._world.slow_disk) * self._world.options.task_seconds > _MAX_HARMLESS_SECONDS
+
+    @property
     def may_fail_join(self) -> bool:
         """Calls fail that a start-up cannot do without."""
         rates = self._world.rates

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from flare_cache.jobs import record_file_name
 from flare_core.prefix import Tier
 from flare_qualify.sim.checks import Checks
 from flare_qualify.sim.group import Group
@@ -53,7 +54,8 @@ def check_at_rest(checks: Checks, group: Group) -> None:
         raise Violation("at rest", f"transfers own {dict(+checks.owned)}")
     for tier, records in store._records.items():
         for record in records.index.records():
-            if record.num_pins or not record.is_stored:
+            is_buried = record_file_name(record.key) in checks.buried and not record.is_usable
+            if record.num_pins or not (record.is_stored or is_buried):
                 raise Violation("at rest", f"{record.key.hex()[:16]} in {tier}: {record.num_pins} pins")
     for process in group.processes:
         if process.files.num_open != 1:
@@ -69,7 +71,7 @@ def _check_directories(checks: Checks, group: Group) -> None:
     for disk in disks[1:]:
         other = {name: checks.reader.found(disk, name) for name in sorted(disk.records())}
         for name in sorted(first.keys() | other.keys()):
-            if any(checks.is_excused(one, name) for one in disks):
+            if any(checks.is_excused(one, name) for one in disks) or name in checks.buried:
                 continue
             if not _are_alike(first.get(name), other.get(name), is_uneven=name in checks.uneven):
                 raise Violation("directories differ", f"{name[:16]} on ranks 0 and {disk.rank}")

@@ -138,7 +138,7 @@ class World:
             device_faults=self.device_faults,
         )
         self.group = Group(context, self._num_groups, self.checks)
-        self.group.is_lethal = self.faults.may_fail_start
+        self.group.is_lethal = self.faults.may_fail_start or self.faults.is_a_disk_stalled
         self.group.may_fail_join = self.faults.may_fail_join
         self.checks.begin(self.group)
         self.group.start()
