@@ -202,7 +202,7 @@ class Faults:
         link = self._link(group)
         if link is not None:
             seconds = self._rng.choice((0.01, 0.1, 1.0)) * (0.2 + self._rng.random())
-            link.outgoing.stalled_until = self._world.loop.now + seconds
+            link.outgoing.stalled_until = max(link.outgoing.stalled_until, self._world.loop.now + seconds)
             self._count_stall(group, seconds)
 
     def _lose(self, group: Group) -> None:

@@ -165,12 +165,15 @@ class World:
         if group is None or group.is_dead:
             return
         if self._has_stopped(group) or self._has_buried(group) or self.rng.random() < 0.3:
-            group.is_lethal = True
-            for process in group.processes:
-                process.end("restarted by the operator")
+            self._restart(group)
         elif group.is_serving and self.rng.random() < 0.3:
             group.is_lethal = True
             group.leader.drain([Drain()])
+
+    def _restart(self, group: Group) -> None:
+        group.is_lethal = True
+        for process in group.processes:
+            process.end("restarted by the operator")
 
     def _has_stopped(self, group: Group) -> bool:
         """A failing disk has made the group give up storing or reading until the next start."""
@@ -201,8 +204,11 @@ class World:
 
     def _settle(self) -> None:
         self._until("no process is left of a run that faults broke", _SETTLE_SECONDS, self._is_steady)
-        self._until("the ranks join", _LIVE_SECONDS, self._is_serving)
-        self._until("open requests end", _LIVE_SECONDS, self._is_quiet)
+        self._until_quiet()
+        if self.group is not None and self._has_stopped(self.group):
+            # What failed before the healing was told after it.
+            self._restart(self.group)
+            self._until_quiet()
         deadline = self.loop.now + _LIVE_SECONDS
         while not self._restores():
             if self.loop.now > deadline:
@@ -212,6 +218,10 @@ class World:
         if group is not None:
             check_all(self.checks, group)
             check_at_rest(self.checks, group)
+
+    def _until_quiet(self) -> None:
+        self._until("the ranks join", _LIVE_SECONDS, self._is_serving)
+        self._until("open requests end", _LIVE_SECONDS, self._is_quiet)
 
     def _restores(self) -> bool:
         """Whether a new prompt is stored, and restored when it comes again."""
