@@ -104,7 +104,7 @@ def test_a_structure_is_the_array_of_all_its_fields(new_identity) -> None:
 
 @pytest.mark.parametrize(
     ("structure", "field", "values"),
-    [(Job, "op", JobOp), (JobResult, "status", JobStatus), (Job, "tier", (Tier.MEMORY, Tier.DISK))],
+    [(Job, "op", JobOp), (JobResult, "status", JobStatus), (Job, "tier", (Tier.MEMORY, Tier.DISK, Tier.POOL))],
 )
 def test_every_value_of_a_choice_is_listed(structure, field, values) -> None:
     listed = value_of(structure, field, heading="Jobs").replace(" or ", ", ").split(", ")

@@ -30,11 +30,17 @@ IDENTITY = RecordIdentity(
 )  # fmt: skip
 
 
-def job(op: JobOp = JobOp.STORE, *, after_step: int = 0) -> Job:
+def job(op: JobOp = JobOp.STORE, *, after_step: int = 0, tier: Tier = Tier.DISK) -> Job:
     sections = (Section(0, 5),) if op in (JobOp.STORE, JobOp.FETCH) else ()
     token_ids = bytes(16) if op is JobOp.STORE else b""
     return Job(
-        job_id=0, op=op, tier=Tier.DISK, record=IDENTITY, after_step=after_step, sections=sections, token_ids=token_ids
+        job_id=0,
+        op=op,
+        tier=Tier.POOL if op is JobOp.PUT else tier,
+        record=IDENTITY,
+        after_step=after_step,
+        sections=sections,
+        token_ids=token_ids,
     )
 
 
@@ -64,13 +70,11 @@ class Leader:
                     self.poisons.append(reason)
 
     def submit(
-        self, op: JobOp = JobOp.STORE, *, tag: int = 1, num_bytes: int = 0, after_step: int = 0, expires_at=None
-    ):
-        self.take(
-            self.machine.submit(
-                job(op, after_step=after_step), tag=tag, num_bytes=num_bytes, now=self.now, expires_at=expires_at
-            )
-        )
+        self, op: JobOp = JobOp.STORE, *, tag: int = 1, num_bytes: int = 0, after_step: int = 0, expires_at=None,
+        tier: Tier = Tier.DISK,
+    ):  # fmt: skip
+        one = job(op, after_step=after_step, tier=tier)
+        self.take(self.machine.submit(one, tag=tag, num_bytes=num_bytes, now=self.now, expires_at=expires_at))
 
     def start(self, rank: int, job_id: int = 1, *, run_id: bytes = RUN, claimed: int | None = None) -> None:
         frame = Started(run_id, rank if claimed is None else claimed, job_id)
@@ -323,6 +327,37 @@ def test_a_job_over_the_frame_limit_fails_before_any_rank_begins():
     assert [outcome.reason for outcome in leader.outcomes] == [Withdrawal.TOO_LARGE]
 
 
+def test_jobs_of_the_pool_take_no_credit_from_a_disk_nor_puts_from_fetches():
+    leader = Leader(1, max_outstanding=1, max_pool_fetches=1, max_pool_puts=1)
+    for tag in range(2):
+        leader.submit(JobOp.PUT, tag=tag)
+        leader.submit(JobOp.FETCH, tier=Tier.POOL, tag=10 + tag)
+        leader.submit(JobOp.FETCH, tag=20 + tag)
+    assert [(one.op, one.tier) for one in leader.here] == [
+        (JobOp.PUT, Tier.POOL), (JobOp.FETCH, Tier.POOL), (JobOp.FETCH, Tier.DISK)
+    ]  # fmt: skip
+    assert leader.machine.num_waiting == 3
+    leader.answer(0, 1)
+    assert leader.here[-1].op is JobOp.PUT
+
+
+def test_a_failed_put_is_reported_and_nothing_is_undone():
+    leader = Leader(2)
+    leader.submit(JobOp.PUT)
+    leader.answer(0, 1, JobStatus.FAILED)
+    leader.answer(1, 1)
+    (outcome,) = leader.outcomes
+    assert isinstance(outcome, Failed)
+    assert leader.machine.num_undos == 0
+
+
+def test_bytes_given_to_the_pool_give_a_disk_job_no_more_time():
+    leader = Leader(1, base_seconds=1.0, floor_bytes_per_second=100.0)
+    leader.submit(JobOp.PUT, num_bytes=1_000, tag=1)
+    leader.submit(JobOp.FETCH, num_bytes=100, tag=2)
+    assert leader.machine.next_timer() == leader.now + 2.0
+
+
 def test_nothing_is_due_when_nothing_waits():
     assert Leader().machine.next_timer() is None
 
@@ -332,6 +367,7 @@ STATUSES = {
     JobOp.FETCH: [JobStatus.OK, JobStatus.FAILED, JobStatus.BAD_RECORD],
     JobOp.TRUNCATE: [JobStatus.OK, JobStatus.FAILED],
     JobOp.UNLINK: [JobStatus.OK, JobStatus.FAILED],
+    JobOp.PUT: [JobStatus.OK, JobStatus.FAILED],
 }
 
 

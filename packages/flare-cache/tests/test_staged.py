@@ -187,7 +187,10 @@ def test_many_records_at_once_all_come_back(open_rank, new_identity) -> None:
         ({"sections": (Section(0, 1), Section(1, 1))}, "named twice"),
         ({"sections": (), "row_slot": None}, "nothing to move"),
         ({"row_slot": 3}, "row slot 3 of 3"),
-        ({"tier": Tier.POOL}, "tier pool"),
+        ({"tier": Tier.POOL}, "a pool session of 0 bytes"),
+        ({"tier": Tier.POOL, "pool_session": bytes(16)}, "no pool tier"),
+        ({"pool_session": bytes(16)}, "for the disk tier"),
+        ({"tier": Tier.DEVICE}, "fetch in the device tier"),
     ],
 )
 def test_a_job_that_does_not_fit_this_rank_touches_nothing(open_rank, new_identity, fields, words) -> None:

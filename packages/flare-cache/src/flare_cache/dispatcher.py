@@ -51,6 +51,7 @@ _REPORT_POINTS = {
     JobOp.FETCH: "fetch.report",
     JobOp.TRUNCATE: "truncate.report",
     JobOp.UNLINK: "unlink.report",
+    JobOp.PUT: "put.report",
 }
 _log = logging.getLogger(__name__)
 

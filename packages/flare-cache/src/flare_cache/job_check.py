@@ -7,7 +7,9 @@ from flare_cache.record import MAX_HEADER_BYTES, file_layout, identity_problem
 from flare_core.geometry import Geometry
 from flare_core.prefix import Tier
 
-__all__ = ["job_problem"]
+__all__ = ["POOL_SESSION_BYTES", "job_problem"]
+
+POOL_SESSION_BYTES = 16
 
 
 def job_problem(job: Job, geometry: Geometry, *, num_pages: int, num_slots: int) -> str | None:
@@ -15,14 +17,23 @@ def job_problem(job: Job, geometry: Geometry, *, num_pages: int, num_slots: int)
 
     A problem means that ranks disagree about the plan: nothing of the job was touched.
     """
-    if job.tier not in (Tier.DISK, Tier.MEMORY):
-        return f"tier {job.tier} holds no records"
-    problem = _record_problem(job.record, geometry)
+    problem = _tier_problem(job) or _record_problem(job.record, geometry)
     if problem is not None:
         return problem
-    if job.op in (JobOp.TRUNCATE, JobOp.UNLINK):
+    if job.op in (JobOp.TRUNCATE, JobOp.UNLINK, JobOp.PUT):
         return None if not job.sections and job.row_slot is None else f"{job.op} names pages or a row slot"
     return _sections_problem(job, num_pages) or _row_problem(job, num_slots) or _store_problem(job)
+
+
+def _tier_problem(job: Job) -> str | None:
+    match job.tier:
+        case Tier.DISK | Tier.MEMORY if job.op is not JobOp.PUT:
+            return None if not job.pool_session else f"a pool session for the {job.tier} tier"
+        case Tier.POOL if job.op in (JobOp.FETCH, JobOp.PUT):
+            num_bytes = len(job.pool_session)
+            return None if num_bytes == POOL_SESSION_BYTES else f"a pool session of {num_bytes} bytes"
+        case _:
+            return f"{job.op} in the {job.tier} tier"
 
 
 def _record_problem(record: RecordIdentity, geometry: Geometry) -> str | None:

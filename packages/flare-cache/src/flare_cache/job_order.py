@@ -1,7 +1,8 @@
 """Which job may start now: the order of jobs on one rank, as a pure machine.
 
 A job starts when its ``after_step`` has finished and no earlier job that names the same record, page or row slot is
-left. No clock, no thread: the staged transport and the simulator feed it events and get the jobs to start.
+left; the pool's records are no names. No clock, no thread: the staged transport and the simulator feed it events and
+get the jobs to start.
 """
 
 from __future__ import annotations
@@ -12,13 +13,17 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from flare_cache.jobs import Job
+from flare_core.prefix import Tier
 
 __all__ = ["JobOrder"]
 
 
 def _names(job: Job) -> set[Hashable]:
-    """What the job excludes others from."""
-    names: set[Hashable] = {("record", job.tier, job.record.key)}
+    """What the job excludes others from.
+
+    What is in the pool never changes, and a put reads a record that is pinned: neither excludes anyone from a record.
+    """
+    names: set[Hashable] = set() if job.tier is Tier.POOL else {("record", job.tier, job.record.key)}
     names.update(("page", section.page) for section in job.sections)
     if job.row_slot is not None:
         names.add(("row", job.row_slot))

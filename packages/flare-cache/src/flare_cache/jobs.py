@@ -1,8 +1,8 @@
 """The words of the record path: a record's identity, a job on it, and what became of the job on one rank.
 
-A job stores, fetches, truncates or unlinks one record on every rank. Rank zero plans it and sends the same job to
-all; each rank derives the file name from the key, checks the job against its own geometry and runs it on its own
-staged transport. Nothing here does I/O.
+A job stores, fetches, truncates or unlinks one record on every rank, or puts it into the pool. Rank zero plans it and
+sends the same job to all; each rank derives the file name from the key, checks the job against its own geometry and
+runs it on its own staged transport. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import msgspec
 
 from flare_core.prefix import Tier
 
-__all__ = ["Job", "JobOp", "JobResult", "JobStatus", "RecordIdentity", "Section", "record_file_name"]
+__all__ = ["Extent", "Job", "JobOp", "JobResult", "JobStatus", "RecordIdentity", "Section", "record_file_name"]
 
 
 class JobOp(enum.StrEnum):
@@ -23,6 +23,15 @@ class JobOp(enum.StrEnum):
     FETCH = "fetch"
     TRUNCATE = "truncate"
     UNLINK = "unlink"
+    PUT = "put"
+
+
+class Extent(enum.StrEnum):
+    """How much of a record its shards in the pool hold: a record may have been truncated before it was put."""
+
+    PAGES = "pages"
+    TAIL = "tail"
+    ROW = "row"
 
 
 class RecordIdentity(msgspec.Struct, frozen=True, array_like=True, kw_only=True, gc=False, forbid_unknown_fields=True):
@@ -75,13 +84,15 @@ class Job(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unk
     Attributes:
         job_id: strictly rising within a run. Jobs that name the same record, page or slot run in this order.
         op: what to do.
-        tier: DISK or MEMORY: where the record lives.
-        record: identity. FETCH, TRUNCATE and UNLINK expect a record with this key and store id.
+        tier: DISK, MEMORY or, FETCH and PUT only, POOL: where the record lives, or is to go.
+        record: identity. All but STORE expect a record with this key and store id.
         after_step: the rank starts its copy only after this step has finished on its device.
         sections: STORE: all sections in order, with the pages they come from. FETCH: those wanted. Else empty.
         row_slot: STORE and FETCH: slot of the row; None: the row takes no part.
         token_ids: STORE only: ids of [start, end), u32 little endian.
         keep_tail: TRUNCATE: keep the tail and drop only the row. The row goes in any case.
+        pool_session: POOL: the session that the ranks agreed on, 16 bytes; a rank in another one answers a miss.
+        extent: POOL: what the shards hold.
     """
 
     job_id: int
@@ -93,6 +104,8 @@ class Job(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unk
     row_slot: int | None = None
     token_ids: bytes = b""
     keep_tail: bool = False
+    pool_session: bytes = b""
+    extent: Extent = Extent.ROW
 
 
 class JobStatus(enum.StrEnum):

@@ -31,7 +31,8 @@ class ShardedLimits:
     """Bounds of the sharded transport.
 
     Attributes:
-        max_outstanding: jobs that ranks work on at a time; the rest waits at rank zero.
+        max_outstanding: jobs that ranks work on at a time; the rest waits at rank zero. Pool jobs are not among them:
+            ``max_pool_fetches`` and ``max_pool_puts`` bound those.
         started_seconds: from sending a job until a peer must have accepted it.
         base_seconds, floor_bytes_per_second, max_job_seconds: a rank must have answered within
             min(max, base + bytes it has been given / floor) of being able to begin.
@@ -39,6 +40,8 @@ class ShardedLimits:
     """
 
     max_outstanding: int = 8
+    max_pool_fetches: int = 4
+    max_pool_puts: int = 2
     started_seconds: float = 10.0
     base_seconds: float = 5.0
     floor_bytes_per_second: float = 20e6

@@ -12,12 +12,13 @@ After poisoning every method returns no effects: nothing is reported any more.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 
+from flare_cache.job_queues import JobQueues, Waiting, credit_of
 from flare_cache.jobs import Job, JobOp, JobResult, JobStatus
 from flare_cache.outcomes import (
     Done,
@@ -35,16 +36,9 @@ from flare_cache.outcomes import (
 )
 from flare_cache.record_link import Ack, Started, encode_job
 from flare_core.errors import PoisonReason
+from flare_core.prefix import Tier
 
 __all__ = ["ShardedLeader"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    tag: int
-    job: Job
-    num_bytes: int
-    expires_at: float | None
 
 
 @dataclass(slots=True)
@@ -84,8 +78,7 @@ class ShardedLeader:
         self._run_id = run_id
         self._ranks = range(world_size)
         self._limits = limits
-        # Restores first: a request waits for them. Removals before stores: stores wait for their space.
-        self._queues: dict[JobOp, deque[_Waiting]] = {op: deque() for op in _ORDER}
+        self._queues = JobQueues(limits)
         self._flights: dict[int, _Flight] = {}
         self._last_job_id = 0
         self._num_undos = 0
@@ -102,7 +95,7 @@ class ShardedLeader:
     @property
     def num_waiting(self) -> int:
         """Jobs that wait at rank zero for a credit."""
-        return sum(len(queue) for queue in self._queues.values())
+        return len(self._queues)
 
     @property
     def num_outstanding(self) -> int:
@@ -125,15 +118,13 @@ class ShardedLeader:
             num_bytes: bytes that the largest rank moves, for the deadline.
             expires_at: drop it if it has not begun by then.
         """
-        self._queues[job.op].append(_Waiting(tag, job, num_bytes, expires_at))
+        self._queues.add(Waiting(tag, job, num_bytes, expires_at))
         return self._settle(now)
 
     def cancel(self, tag: int, now: float) -> list[Effect]:
         """Withdraw what carries ``tag`` and has not begun."""
-        for queue in self._queues.values():
-            for waiting in [entry for entry in queue if entry.tag == tag]:
-                queue.remove(waiting)
-                self._report(Withdrawn(waiting.tag, waiting.job, Withdrawal.CANCELLED))
+        for waiting in self._queues.take_tagged(tag):
+            self._report(Withdrawn(waiting.tag, waiting.job, Withdrawal.CANCELLED))
         return self._settle(now)
 
     def started(self, rank: int, frame: Started, now: float) -> list[Effect]:
@@ -198,16 +189,15 @@ class ShardedLeader:
     def next_timer(self) -> float | None:
         """When :meth:`tick` is next needed, or None while nothing waits."""
         times = [due_at for _, _, due_at in self._deadlines()]
-        times += [
-            entry.expires_at for queue in self._queues.values() for entry in queue if entry.expires_at is not None
-        ]
+        times += [entry.expires_at for entry in self._queues.all() if entry.expires_at is not None]
         return min(times, default=None)
 
     def _settle(self, now: float) -> list[Effect]:
         """Begin what credits allow, then hand out the effects of this event."""
         if self._poisoned is None:
-            self._drop_late(now)
-            while len(self._flights) < self._limits.max_outstanding and (waiting := self._next_waiting()):
+            for late in self._queues.take_late(now):
+                self._report(Withdrawn(late.tag, late.job, Withdrawal.LATE))
+            while (waiting := self._queues.next(self._num_outstanding_by_credit())) is not None:
                 self._launch(waiting, now)
         effects, self._effects = self._effects, []
         if self._poisoned is None:
@@ -215,19 +205,10 @@ class ShardedLeader:
         is_news, self._is_poison_told = not self._is_poison_told, True
         return effects if is_news else []
 
-    def _next_waiting(self) -> _Waiting | None:
-        for queue in self._queues.values():
-            if queue:
-                return queue.popleft()
-        return None
+    def _num_outstanding_by_credit(self) -> Counter[str]:
+        return Counter(credit_of(flight.job) for flight in self._flights.values())
 
-    def _drop_late(self, now: float) -> None:
-        for queue in self._queues.values():
-            for entry in [entry for entry in queue if entry.expires_at is not None and now >= entry.expires_at]:
-                queue.remove(entry)
-                self._report(Withdrawn(entry.tag, entry.job, Withdrawal.LATE))
-
-    def _launch(self, waiting: _Waiting, now: float) -> None:
+    def _launch(self, waiting: Waiting, now: float) -> None:
         job = msgspec.structs.replace(waiting.job, job_id=self._last_job_id + 1)
         payload = encode_job(self._run_id, job)
         if len(payload) > self._limits.max_frame_bytes:
@@ -254,8 +235,11 @@ class ShardedLeader:
             return
         if flight.job.after_step > self._last_step[rank]:
             return
+        is_pool = flight.job.tier is Tier.POOL
         given = sum(
-            other.num_bytes for other in self._flights.values() if rank in other.clocks and rank not in other.results
+            other.num_bytes
+            for other in self._flights.values()
+            if (other.job.tier is Tier.POOL) is is_pool and rank in other.clocks and rank not in other.results
         )
         limits = self._limits
         clock.began_at = now
@@ -342,6 +326,3 @@ class ShardedLeader:
         if self._poisoned is None:
             self._poisoned = f"{why}: {text}"
             self._effects.append(Poison(self._poisoned))
-
-
-_ORDER = (JobOp.FETCH, JobOp.UNLINK, JobOp.TRUNCATE, JobOp.STORE)

@@ -1,18 +1,16 @@
 """One rank's executor of jobs: worker threads that run stores, fetches, truncations and unlinks on its shelves.
 
 Submitting never blocks. Jobs start in the order that :class:`flare_cache.job_order.JobOrder` allows; a large one is
-split over all threads, task by task; a simulator runs the same tasks itself. Threads here never enter torch. Other
-ranks, records that ought to exist and what follows from a failure are not known here.
+split over all threads of its lane, task by task; a simulator runs the same tasks itself. Threads here never enter
+torch. Other ranks, records that ought to exist and what follows from a failure are not known here.
 """
 
 from __future__ import annotations
 
-import heapq
-import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from flare_cache.host_memory import DeviceFault
@@ -22,30 +20,34 @@ from flare_cache.job_times import JobTimes
 from flare_cache.jobs import Job, JobOp, JobResult, JobStatus
 from flare_cache.record import RecordError
 from flare_cache.record_file import errno_name
-from flare_cache.transfer import Part, Shelf, Transfer
+from flare_cache.task_lane import TaskLane
+from flare_cache.transfer import Part, PoolPort, Shelf, Transfer
 from flare_core.errors import Poisoned
 from flare_core.geometry import Geometry
 from flare_core.ports import PageMemory
 from flare_core.prefix import Tier
 from flare_transport.failpoint import failpoint
 
-__all__ = ["DEFAULT_NUM_THREADS", "StagedTransport"]
+__all__ = ["DEFAULT_NUM_POOL_THREADS", "DEFAULT_NUM_THREADS", "StagedTransport"]
 
 DEFAULT_NUM_THREADS = 8
+DEFAULT_NUM_POOL_THREADS = 4
 _ACK_POINTS = {
     JobOp.STORE: "store.ack",
     JobOp.FETCH: "fetch.ack",
     JobOp.TRUNCATE: "truncate.ack",
     JobOp.UNLINK: "unlink.ack",
+    JobOp.PUT: "put.ack",
 }
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _Running:
-    """A started job. The fields behind ``job`` change under the transport's mutex only."""
+    """A job that may run since ``ready_at``. The fields behind that change under the transport's mutex only."""
 
     job: Job
+    ready_at: float
     started_at: float = 0.0
     transfer: Transfer | None = None
     num_parts_left: int = 0
@@ -62,12 +64,14 @@ class StagedTransport:
         num_pages, num_slots: bounds of page ids and row slots.
         memory: where the pages are; must outlive the threads.
         shelves: by tier; a job on a tier without one fails.
+        pool: the pool, for jobs of that tier; None without one.
         on_result: called with the job's result when it has ended, from a worker thread, once for every job; what it
             raises is logged and lost. By then nothing of the job touches pages, slot, file or staging any more.
         on_fault: called with a reason when the device failed: the job in question has no result, never ends, and its
             pages must never be used again. The process has to stop.
         num_threads: disk threads. 4 with parts of 8 MiB keep one NVMe device or one cloud disk busy; with 8 it stays
             busy while some of them compute digests or wait for a core (5 % more on two loaded cores).
+        num_pool_threads: threads for the pool's jobs alone, fetches before puts.
         clock: monotonic seconds, for the times of jobs.
     """
 
@@ -79,15 +83,21 @@ class StagedTransport:
     on_result: Callable[[JobResult], None]
     on_fault: Callable[[str], None]
     num_threads: int = DEFAULT_NUM_THREADS
+    pool: PoolPort | None = None
+    num_pool_threads: int = DEFAULT_NUM_POOL_THREADS
     clock: Callable[[], float] = time.monotonic
     times: JobTimes = field(default_factory=JobTimes)
     _order: JobOrder = field(default_factory=JobOrder)
-    _tasks: list[tuple[int, int, Callable[[], None]]] = field(default_factory=list)
-    _serial: Iterator[int] = field(default_factory=itertools.count)
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-    _threads: list[threading.Thread] = field(default_factory=list)
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+    _changed: threading.Condition = field(init=False)
+    _lane: TaskLane = field(init=False)
+    _pool_lane: TaskLane = field(init=False)
     _closing: bool = False
-    _stopped: bool = False
+
+    def __post_init__(self) -> None:
+        self._changed = threading.Condition(self._mutex)
+        self._lane = TaskLane("flare-disk", self.num_threads, self._mutex)
+        self._pool_lane = TaskLane("flare-pool", self.num_pool_threads if self.pool is not None else 0, self._mutex)
 
     def start(self) -> None:
         """Start the threads. To be called before the rank joins, so that failing here fails the join.
@@ -95,10 +105,8 @@ class StagedTransport:
         Raises:
             RuntimeError: the system gives no thread.
         """
-        for number in range(self.num_threads):
-            thread = threading.Thread(target=self._work, name=f"flare-disk-{number}", daemon=True)
-            thread.start()
-            self._threads.append(thread)
+        self._lane.start()
+        self._pool_lane.start()
 
     def submit(self, job: Job) -> None:
         """Take a job; its result comes through ``on_result``. Does not block.
@@ -144,7 +152,7 @@ class StagedTransport:
         with self._changed:
             self._closing = True
             for job in self._order.drop_waiting():
-                self._push(job.job_id, self._report_task(_failed(job, "closing: the transport was closed first"), job))
+                self._push(job, self._report_task(_failed(job, "closing: the transport was closed first"), job))
             self._changed.notify_all()
 
     def close(self, deadline_seconds: float) -> bool:
@@ -159,22 +167,20 @@ class StagedTransport:
             while self._order.num_jobs:
                 if not self._changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
                     return False
-            self._stopped = True
-            self._changed.notify_all()
-        for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        return not any(thread.is_alive() for thread in self._threads)
+            self._lane.stop()
+            self._pool_lane.stop()
+        has_ended = self._lane.join(deadline)
+        return self._pool_lane.join(deadline) and has_ended
 
     # Tasks: small closures ordered by job id, so that a job begun first is ended first.
 
-    def _push(self, job_id: int, task: Callable[[], None]) -> None:
-        heapq.heappush(self._tasks, (job_id, next(self._serial), task))
-        # One of those that wait may be the thread of a step, which has no use for a task; the other is a disk thread.
-        self._changed.notify(2)
+    def _push(self, job: Job, task: Callable[[], None]) -> None:
+        lane = self._pool_lane if job.tier is Tier.POOL else self._lane
+        lane.push((int(job.op is JobOp.PUT), job.job_id), task)
 
     def _enqueue(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
-            self._push(job.job_id, self._begin_task(_Running(job)))
+            self._push(job, self._begin_task(_Running(job, self.clock())))
 
     def _begin_task(self, running: _Running) -> Callable[[], None]:
         return lambda: self._begin(running)
@@ -187,58 +193,63 @@ class StagedTransport:
 
     @property
     def num_tasks(self) -> int:
-        """Tasks that wait for a thread."""
-        return len(self._tasks)
+        """Tasks on shelves that wait for a thread."""
+        return self._lane.num_tasks
+
+    @property
+    def num_pool_tasks(self) -> int:
+        """Tasks on the pool that wait for a thread."""
+        return self._pool_lane.num_tasks
 
     def run_one(self) -> bool:
-        """Run the first task that waits, in the caller's thread; False when there is none. Blocks for the task."""
-        with self._changed:
-            if not self._tasks:
-                return False
-            task = heapq.heappop(self._tasks)[2]
-        task()
-        return True
+        """Run the first task on shelves, in the caller's thread; False when none waits. Blocks for the task."""
+        return self._lane.run_one()
 
-    def _work(self) -> None:
-        while True:
-            with self._changed:
-                while not self._tasks:
-                    if self._stopped:
-                        return
-                    self._changed.wait()
-            # Another thread may have been faster; then the next turn waits again.
-            self.run_one()
+    def run_one_of_pool(self) -> bool:
+        """As :meth:`run_one`, a task on the pool."""
+        return self._pool_lane.run_one()
 
     def _begin(self, running: _Running) -> None:
         job = running.job
         running.started_at = self.clock()
         problem = job_problem(job, self.geometry, num_pages=self.num_pages, num_slots=self.num_slots)
-        shelf = self.shelves.get(job.tier)
-        if problem is not None or shelf is None:
-            self._end(running, _failed(job, f"plan: {problem or f'this rank has no {job.tier} tier'}"))
+        is_there = self.pool is not None if job.tier is Tier.POOL else job.tier in self.shelves
+        if problem is None and not is_there:
+            problem = f"this rank has no {job.tier} tier"
+        if problem is not None:
+            self._end(running, _failed(job, f"plan: {problem}"))
             return
         try:
-            match job.op:
-                case JobOp.STORE:
-                    transfer = shelf.store(job, self.memory)
-                case JobOp.FETCH:
-                    transfer = shelf.fetch(job, self.memory)
-                case JobOp.TRUNCATE:
-                    self._end(running, _done(job, shelf.truncate(job)))
-                    return
-                case _:
-                    self._end(running, _done(job, shelf.unlink(job)))
-                    return
+            transfer = self._begin_transfer(job, running.ready_at)
         except Exception as error:  # noqa: BLE001 - a worker thread's boundary: the job fails, the thread goes on
             self._end(running, _failure(job, error))
+            return
+        if isinstance(transfer, int):
+            self._end(running, _done(job, transfer))
             return
         running.transfer = transfer
         parts = transfer.parts
         running.num_parts_left = len(parts)
         with self._changed:
             for part in parts[1:]:
-                self._push(job.job_id, self._part_task(running, part))
+                self._push(job, self._part_task(running, part))
         self._run_part(running, parts[0])
+
+    def _begin_transfer(self, job: Job, ready_at: float) -> Transfer | int:
+        """What the job moves, or, of a job that moves nothing and is done, the bytes that it gave back."""
+        if job.tier is Tier.POOL and self.pool is not None:
+            is_put = job.op is JobOp.PUT
+            return self.pool.put(job, since=ready_at) if is_put else self.pool.fetch(job, self.memory, since=ready_at)
+        shelf = self.shelves[job.tier]
+        match job.op:
+            case JobOp.STORE:
+                return shelf.store(job, self.memory)
+            case JobOp.FETCH:
+                return shelf.fetch(job, self.memory)
+            case JobOp.TRUNCATE:
+                return shelf.truncate(job)
+            case _:
+                return shelf.unlink(job)
 
     def _run_part(self, running: _Running, part: Part) -> None:
         transfer = running.transfer

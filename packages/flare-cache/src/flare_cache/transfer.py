@@ -19,6 +19,7 @@ from flare_core.ports import PageMemory
 __all__ = [
     "Item",
     "Part",
+    "PoolPort",
     "Shelf",
     "Transfer",
     "check_same_record",
@@ -89,6 +90,24 @@ class Shelf(Protocol):
 
     def unlink(self, job: Job) -> int:
         """Remove the record; bytes given back, 0 if it was gone. Raises RecordError (not this store's) or OSError."""
+        ...
+
+
+class PoolPort(Protocol):
+    """The pool as one rank reaches it. Thread-safe; calls block, and never longer than the leader's deadline allows.
+
+    A pool that is off, or a job of another session, is a miss. Nothing here ends in a device fault because of the pool.
+    """
+
+    def fetch(self, job: Job, memory: PageMemory, *, since: float) -> Transfer:
+        """Begin to read this rank's shard of a record. Raises RecordError (missing, or not that record) or OSError.
+
+        ``since``: monotonic seconds; when the job could begin, from when its time counts.
+        """
+        ...
+
+    def put(self, job: Job, *, since: float) -> Transfer:
+        """Begin to send this rank's shard; done when the pool holds it durably. Raises as :meth:`fetch`."""
         ...
 
 

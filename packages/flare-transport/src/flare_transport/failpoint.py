@@ -65,6 +65,8 @@ FAILPOINTS = (
     Failpoint("unlink.remove", _ANY, "its file is removed"),
     Failpoint("unlink.ack", _ANY, "the rank answers"),
     Failpoint("unlink.report", _ZERO, "every rank has answered; the bytes are credited"),
+    Failpoint("put.ack", _ANY, "the rank answers for its shard in the pool"),
+    Failpoint("put.report", _ZERO, "every rank has answered; the record can be committed in the pool"),
     Failpoint("undo.begin", _ZERO, "a store has failed somewhere: those that wrote it are told to unlink it"),
     Failpoint("join.scan", _ANY, "the record directory is read"),
     Failpoint("join.hello", _PEER, "the rank states its settings and records"),

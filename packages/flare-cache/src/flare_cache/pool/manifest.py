@@ -6,12 +6,11 @@ put last and only if absent; it is deleted first. Nothing here does I/O.
 
 from __future__ import annotations
 
-import enum
 import hashlib
 
 import msgspec
 
-from flare_cache.jobs import RecordIdentity
+from flare_cache.jobs import Extent, RecordIdentity
 
 __all__ = [
     "Extent",
@@ -30,14 +29,6 @@ __all__ = [
 MANIFEST_FORMAT = 1
 _VERSION = "v1"
 _NAMESPACE_DOMAIN = b"flare/pool-namespace/1"
-
-
-class Extent(enum.StrEnum):
-    """How much of a record its shards hold: a record may have been truncated before it was put."""
-
-    PAGES = "pages"
-    TAIL = "tail"
-    ROW = "row"
 
 
 class Shard(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
