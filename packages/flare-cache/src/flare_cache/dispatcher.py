@@ -23,6 +23,7 @@ from flare_cache.outcomes import Effect, Outcome, Poison, Report, RunHere, Send
 from flare_cache.record_link import (
     RECORD_ACK,
     RECORD_JOB,
+    RECORD_POOL,
     RECORD_STARTED,
     Progress,
     decode_ack,
@@ -102,6 +103,7 @@ class Dispatcher:
         leader: the machine.
         on_outcome: called whenever :meth:`take` has something new, from any thread; must not block.
         on_poison: called once with the reason, from any thread; must not block. The process is to end within a second.
+        on_pool: takes a peer's word about the pool; must not block, and raises msgspec.DecodeError where it is none.
         clock: monotonic seconds.
     """
 
@@ -111,11 +113,13 @@ class Dispatcher:
         *,
         on_outcome: Callable[[], None],
         on_poison: Callable[[str], None],
+        on_pool: Callable[[int, memoryview], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._leader = leader
         self._on_outcome = on_outcome
         self._on_poison = on_poison
+        self._on_pool = on_pool
         self._clock = clock
         self._turnstile: Turnstile[_Step] = Turnstile(self._handle)
         self._outcomes: deque[Outcome] = deque()
@@ -136,6 +140,7 @@ class Dispatcher:
         """Declare the routes of the record link of ``rank``, before that link is started."""
         router.route(RECORD_STARTED, lambda _, payload: self._started(rank, payload))
         router.route(RECORD_ACK, lambda _, payload: self._acked(rank, payload))
+        router.route(RECORD_POOL, lambda _, payload: self._spoke(rank, payload))
         router.route(HEARTBEAT, lambda _, payload: self._heard(rank, payload))
         router.on_end(lambda _, end: self._link_ended(rank, end))
 
@@ -174,6 +179,12 @@ class Dispatcher:
     def cancel(self, tag: int) -> None:
         """Withdraw what carries ``tag`` and has not begun."""
         self._turnstile.post(lambda now: self._leader.cancel(tag, now))
+
+    def tell(self, rank: int, payload: bytes) -> None:
+        """Send a peer what it must know about the pool; a link that cannot take it is lost."""
+        link = self._links.get(rank)
+        if link is not None:
+            self._send(rank, link, RECORD_POOL, payload)
 
     def take(self) -> list[Outcome]:
         """Outcomes since the last call.
@@ -259,6 +270,13 @@ class Dispatcher:
             return
         self._turnstile.post(lambda now: self._leader.acked(rank, frame, now))
 
+    def _spoke(self, rank: int, payload: memoryview) -> None:
+        try:
+            if self._on_pool is not None:
+                self._on_pool(rank, payload)
+        except msgspec.DecodeError as error:
+            self._lost(rank, f"a word about the pool that cannot be read: {error}")
+
     def _heard(self, rank: int, payload: memoryview) -> None:
         try:
             progress = decode_progress(payload)
@@ -304,11 +322,7 @@ class Dispatcher:
     def _perform(self, effect: Effect) -> None:
         match effect:
             case Send(rank, payload):
-                try:
-                    self._links[rank].send(RECORD_JOB, payload)
-                except TransportError as error:
-                    why = PoisonReason.QUEUE_FULL if isinstance(error, QueueFull) else PoisonReason.LINK_LOST
-                    self._lost(rank, str(error), why)
+                self._send(rank, self._links[rank], RECORD_JOB, payload)
             case RunHere(job):
                 self._run_here(job)
             case Report(outcome):
@@ -317,6 +331,13 @@ class Dispatcher:
                 self._on_outcome()
             case Poison(reason):
                 self._become_poisoned(reason)
+
+    def _send(self, rank: int, link: RecordLink, frame_type: FrameType, payload: bytes) -> None:
+        try:
+            link.send(frame_type, payload)
+        except TransportError as error:
+            why = PoisonReason.QUEUE_FULL if isinstance(error, QueueFull) else PoisonReason.LINK_LOST
+            self._lost(rank, str(error), why)
 
     def _run_here(self, job: Job) -> None:
         transport = self._transport

@@ -22,6 +22,7 @@ from flare_cache.loss import loss_of
 from flare_cache.record_link import (
     RECORD_ACK,
     RECORD_JOB,
+    RECORD_POOL,
     RECORD_STARTED,
     Ack,
     Progress,
@@ -75,6 +76,7 @@ class PeerService:
         on_end: called once, from a thread of its own, after the link ended and the transport was closed.
         drain_seconds: how long transfers that run may take to end when the link is lost.
         run_apart: has the draining, which blocks that long, run elsewhere.
+        on_pool: takes rank zero's word about the pool; must not block, and raises msgspec.DecodeError where it is none.
     """
 
     def __init__(
@@ -85,12 +87,14 @@ class PeerService:
         on_end: Callable[[ServiceEnd], None],
         drain_seconds: float = DRAIN_SECONDS,
         run_apart: Callable[[Callable[[], None]], None] = _run_in_thread,
+        on_pool: Callable[[memoryview], None] | None = None,
     ) -> None:
         self._run_id = run_id
         self._rank = rank
         self._on_end = on_end
         self._drain_seconds = drain_seconds
         self._run_apart = run_apart
+        self._on_pool = on_pool
         self._link: RecordLink | None = None
         self._transport: LocalTransport | None = None
         self._leader_progress = Progress(0, 0)
@@ -105,6 +109,7 @@ class PeerService:
     def route(self, router: Router) -> None:
         """Declare the record link's routes, before that link is started."""
         router.route(RECORD_JOB, lambda _, payload: self._job_came(payload))
+        router.route(RECORD_POOL, lambda _, payload: self._leader_spoke(payload))
         router.route(HEARTBEAT, lambda _, payload: self._heard(payload))
         router.on_end(lambda _, end: self._link_ended(end))
 
@@ -187,6 +192,23 @@ class PeerService:
             transport.submit(job)
         except (Poisoned, TransportError, ValueError) as error:
             link.fail(f"job {job.job_id} cannot be taken: {error}")
+
+    def say(self, payload: bytes) -> None:
+        """Send rank zero this rank's word about the pool; a link that cannot take it is given up."""
+        if self._link is None:
+            return
+        try:
+            self._link.send(RECORD_POOL, payload)
+        except TransportError as error:
+            self._link.fail(f"a word about the pool cannot be sent: {error}")
+
+    def _leader_spoke(self, payload: memoryview) -> None:
+        try:
+            if self._on_pool is not None:
+                self._on_pool(payload)
+        except msgspec.DecodeError as error:
+            if self._link is not None:
+                self._link.fail(f"a word about the pool that cannot be read: {error}")
 
     def _heard(self, payload: memoryview) -> None:
         try:

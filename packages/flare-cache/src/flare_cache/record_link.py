@@ -1,7 +1,8 @@
 """Frames of the record link: their types, limits and codecs. Knows no socket and no state.
 
 Rank zero sends jobs; a peer answers each with STARTED and then an acknowledgement. Every frame names the run and,
-from a peer, the rank, so that an answer can be held against the link it came on. Heartbeats carry progress.
+from a peer, the rank, so that an answer can be held against the link it came on. Heartbeats carry progress. What the
+ranks agree on about the pool travels here too (see ``pool.agreement_messages``).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ __all__ = [
     "RECORD_ACK",
     "RECORD_JOB",
     "RECORD_JOIN",
+    "RECORD_POOL",
     "RECORD_STARTED",
     "Ack",
     "JobFrame",
@@ -35,6 +37,7 @@ RECORD_JOB = FrameType(40, "RECORD_JOB", 4 << 20)
 RECORD_STARTED = FrameType(41, "RECORD_STARTED", 64)
 RECORD_ACK = FrameType(42, "RECORD_ACK", 2048)
 RECORD_JOIN = FrameType(43, "RECORD_JOIN", 2 << 20)
+RECORD_POOL = FrameType(44, "RECORD_POOL", 2048)
 
 MAX_REASON_CHARACTERS = 300
 """A reason is one line for people; four bytes a character leave room below the limit of an acknowledgement."""

@@ -175,7 +175,7 @@ class StagedTransport:
     # Tasks: small closures ordered by job id, so that a job begun first is ended first.
 
     def _push(self, job: Job, task: Callable[[], None]) -> None:
-        lane = self._pool_lane if job.tier is Tier.POOL else self._lane
+        lane = self._pool_lane if job.tier is Tier.POOL and self.pool is not None else self._lane
         lane.push((int(job.op is JobOp.PUT), job.job_id), task)
 
     def _enqueue(self, jobs: Sequence[Job]) -> None:
