@@ -77,6 +77,7 @@ class EngineMachine(RuleBasedStateMachine):
         if self.world.store is not None:
             hits = self.world.store.faults
             hits.delay_polls = lambda: faults.randint(0, max_delay)
+            hits.lookup_polls = lambda: faults.choice([None, None, 0, 3])
             hits.copies_early = lambda: faults.random() < 0.5
             hits.drop_store = lambda: faults.random() < fault_rate
             hits.fail_store = lambda: faults.random() < fault_rate

@@ -39,6 +39,7 @@ class Record:
         is_stored: every rank holds it; until then only planning sees it.
         is_usable: False once it failed or its removal was planned: nothing new builds on it.
         num_pins: transfers that need it where it is.
+        in_pool: the pool has it too, as far as is known.
     """
 
     identity: RecordIdentity
@@ -51,6 +52,7 @@ class Record:
     is_stored: bool = False
     is_usable: bool = True
     num_pins: int = 0
+    in_pool: bool = False
 
     @property
     def key(self) -> bytes:

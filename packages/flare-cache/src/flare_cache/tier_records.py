@@ -16,7 +16,7 @@ from flare_cache.cache_stats import CacheCounters, TierStatistics
 from flare_cache.eviction import Budget, DropRow, Evict, choose_relief
 from flare_cache.index import Record, RecordIndex
 from flare_cache.jobs import Job, JobOp, RecordIdentity
-from flare_cache.outcomes import Done, Failed, Outcome, Withdrawn, describe_failures
+from flare_cache.outcomes import Done, Failed, Outcome, RankFailure, Withdrawn, describe_failures
 from flare_cache.record_plan import FileSizes, RecordBounds, new_record, plan_replacement, plan_store
 from flare_cache.tier_health import TierHealth
 from flare_cache.tier_work import Removal, Store, StoreEnd, Wish
@@ -92,6 +92,16 @@ class TierRecords:
         self._doomed: set[bytes] = set()
         self._covered: dict[bytes, Record] = {}
         self._ends: list[StoreEnd] = []
+        self._on_stored: Callable[[Record, float], None] | None = None
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of a whole page."""
+        return self._bounds.page_tokens
+
+    def tell_stored(self, on_stored: Callable[[Record, float], None]) -> None:
+        """Call ``on_stored`` with every record that every rank has stored, and the time."""
+        self._on_stored = on_stored
 
     @property
     def is_idle(self) -> bool:
@@ -180,6 +190,18 @@ class TierRecords:
             self._drop_tail(record)
         self._reap(record)
 
+    def fetch_job(self, job: Job, record: Record) -> tuple[Job, float | None] | None:
+        """The job as it is, however long it waits; None where the record cannot be restored any more."""
+        return (job, None) if record.is_stored and record.is_usable else None
+
+    def fetch_failed(self, record: Record, failures: Sequence[RankFailure], now: float) -> None:
+        """Ranks could not restore the record: it and what extends it goes."""
+        self.health.fetch_failed(record.key, failures, now)
+        self.condemn(record)
+
+    def restored(self, num_bytes: int, seconds: float) -> None:
+        """What is on this host is always worth restoring: nothing to learn."""
+
     def condemn(self, record: Record) -> None:
         """The record failed a rank: it and all that extends it is offered no more, and goes, leaves first."""
         self._counters.records_failed[self.tier] += 1
@@ -248,6 +270,8 @@ class TierRecords:
                 self._ends.append(StoreEnd(store.wish.ticket, None))
                 for child in self._by_parent.pop(record.key, ()):
                     self._ready.append((child, now + self._store_seconds))
+                if self._on_stored is not None:
+                    self._on_stored(record, now)
                 for other in self.index.covered_tails(record):
                     self._drop_tail(other)
             case Failed(failures=failures, cleanup=cleanup):

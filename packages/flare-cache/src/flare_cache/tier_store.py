@@ -1,40 +1,40 @@
-"""The prefix store that the scheduler uses: tickets over the tiers of records, memory before disk.
+"""The prefix store that the scheduler uses: tickets over the tiers of records, memory before disk before the pool.
 
 Implements :class:`flare_core.ports.PrefixStore` on rank zero, for any world size. Everything here runs on the engine's
 thread and nothing blocks; transfers run elsewhere (see :class:`flare_cache.tier_records.JobQueue`). A store goes to
-every tier; what was restored from disk reaches memory with the request's next store.
+every tier but the pool, which is given what a tier has stored; what was restored from a slower tier reaches the quicker
+ones with the request's next store.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flare_cache.cache_stats import CacheCounters, CacheStatistics
 from flare_cache.eviction import Budget
-from flare_cache.index import Record, RecordIndex
-from flare_cache.jobs import Job, JobOp, Section
+from flare_cache.index import RecordIndex
 from flare_cache.lookup import TierIndex, deepest_record, find_restorable
-from flare_cache.outcomes import Done, Failed, Outcome, Withdrawn, describe_failures
+from flare_cache.outcomes import Outcome
+from flare_cache.pool.mirror import PoolMirror
+from flare_cache.pool.pool_tier import PoolTier
 from flare_cache.record_plan import FileSizes, RecordBounds
+from flare_cache.tier_fetches import FetchSource, TierFetches
 from flare_cache.tier_records import JobQueue, TierRecords
 from flare_core.prefix import (
-    FetchFinished,
+    LookupReady,
     PrefixQuery,
     Restorable,
-    Segment,
     StoreEvent,
     StoreFinished,
     StoreRequest,
     Tier,
 )
 
-__all__ = ["TierContent", "TierStore"]
+__all__ = ["PoolTierSettings", "TierContent", "TierStore"]
 
 _CHEAPEST_FIRST = (Tier.MEMORY, Tier.DISK)
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +45,19 @@ class TierContent:
     budget: Budget
 
 
-@dataclass(slots=True, eq=False)
-class _Fetch:
-    """A restore: its segments in order, and for each whether every rank has it (None: not known yet)."""
+@dataclass(frozen=True, slots=True)
+class PoolTierSettings:
+    """Of the pool as a tier.
 
-    ticket: int
-    num_device_tokens: int
-    segments: tuple[Segment, ...]
-    row_slot: int | None
-    verdicts: list[bool | None]
-    jobs: list[int] = field(default_factory=list)
-    tags: dict[int, int] = field(default_factory=dict)
+    Attributes:
+        world_size: ranks of this group: what a record of the pool must have shards for.
+        pending_bytes: records to be put, on the largest rank.
+        wake: the engine is to poll; any thread, must not block.
+    """
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Transfer:
-    """One segment's job."""
-
-    fetch: _Fetch
-    position: int
-    records: TierRecords
-    record: Record
+    world_size: int
+    pending_bytes: int
+    wake: Callable[[], None]
 
 
 @dataclass(slots=True)
@@ -127,8 +119,11 @@ class TierStore:
             if tier in tiers
         }
         self._indexes = [TierIndex(tier, records.index) for tier, records in self._records.items()]
-        self._transfers: dict[int, _Transfer] = {}
-        self._fetches: dict[int, _Fetch] = {}
+        self._pool: PoolTier | None = None
+        self._sources: dict[Tier, FetchSource] = dict(self._records)
+        self._fetches = TierFetches(
+            self._sources, jobs=jobs, tags=self._tags, counters=self._counters, has_rows=has_rows, clock=clock
+        )
         self._stores: dict[int, _StoreTicket] = {}
         self._events: list[StoreEvent] = []
 
@@ -140,19 +135,69 @@ class TierStore:
     @property
     def is_idle(self) -> bool:
         """Nothing is on its way in or out, and every event was polled: the process may end without losing a store."""
-        has_open = self._transfers or self._fetches or self._stores or self._events
+        has_open = self._stores or self._events or not self._fetches.is_idle
+        if self._pool is not None and not self._pool.is_idle:
+            return False
         return not has_open and all(records.is_idle for records in self._records.values())
+
+    def open_pool(self, settings: PoolTierSettings) -> PoolTier:
+        """Have a pool as the last tier: put into it what the most lasting tier stores. To be called once, at first."""
+        source = self._records[Tier.DISK if Tier.DISK in self._records else Tier.MEMORY]
+        mirror = PoolMirror(page_tokens=self._bounds.page_tokens, world_size=settings.world_size)
+        pool = PoolTier(
+            mirror,
+            source,
+            pending_bytes=settings.pending_bytes,
+            jobs=self._jobs,
+            tags=self._tags,
+            wake=settings.wake,
+        )
+        source.tell_stored(pool.stored)
+        self._pool = pool
+        self._sources[Tier.POOL] = pool
+        return pool
+
+    @property
+    def pool(self) -> PoolTier | None:
+        """The pool, if there is one."""
+        return self._pool
+
+    def prepare(self, query: PrefixQuery) -> int | None:
+        """See the port."""
+        pool = self._pool
+        if pool is None or not pool.is_on:
+            return None
+        num_local = max((tier.index.num_present(query.keys) for tier in self._readable()), default=0)
+        ticket = next(self._tickets)
+        first_page = max(num_local, query.num_device_pages)
+        return ticket if pool.prepare(query, ticket=ticket, first_page=first_page, now=self._clock()) else None
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """See the port."""
+        if self._pool is not None:
+            self._pool.break_even.prefilled(num_tokens, seconds)
 
     def lookup(self, query: PrefixQuery) -> Restorable:
         """See the port. What matches counts as used, the device's share too."""
-        readable = [tier for tier in self._indexes if self._records[tier.tier].health.reads_stopped is None]
+        readable = self._readable()
         for tier in readable:
             record = deepest_record(query, tier.index)
             if record is not None:
                 tier.index.use(record)
+        local = self._find(query, readable)
+        pool = self._pool
+        if pool is None or not pool.is_on:
+            return local
+        found = self._find(query, [*readable, TierIndex(Tier.POOL, pool.index)])
+        return found if pool.is_worth(found, beyond=local, now=self._clock()) else local
+
+    def _readable(self) -> list[TierIndex]:
+        return [tier for tier in self._indexes if self._records[tier.tier].health.reads_stopped is None]
+
+    def _find(self, query: PrefixQuery, tiers: Sequence[TierIndex]) -> Restorable:
         return find_restorable(
             query,
-            readable,
+            tiers,
             page_tokens=self._bounds.page_tokens,
             has_rows=self._has_rows,
             min_tokens=self._min_restore_tokens,
@@ -168,20 +213,9 @@ class TierStore:
         after_step: int,
     ) -> int:
         """See the port."""
-        segments = restorable.segments
-        fetch = _Fetch(next(self._tickets), query.num_device_tokens, segments, row_slot, [None] * len(segments))
-        self._fetches[fetch.ticket] = fetch
-        for position, segment in enumerate(segments):
-            record = self._fetchable(segment)
-            if record is None:
-                # It went between lookup and fetch: the restored prefix ends in front of it.
-                self._fail_from(fetch, position)
-                break
-            self._begin_transfer(
-                fetch, position, record, pages=pages, first_page=query.num_device_pages, after=after_step
-            )
-        self._finish_fetch(fetch)
-        return fetch.ticket
+        ticket = next(self._tickets)
+        self._fetches.begin(query, restorable, ticket=ticket, pages=pages, row_slot=row_slot, after_step=after_step)
+        return ticket
 
     def store(self, request: StoreRequest) -> int | None:
         """See the port."""
@@ -201,15 +235,15 @@ class TierStore:
             self._counters.count_job(outcome)
             self._settle(outcome, now)
         self._advance(now)
-        events, self._events = self._events, []
+        events: list[StoreEvent] = [*self._events, *self._fetches.take_events()]
+        if self._pool is not None:
+            events += map(LookupReady, self._pool.take_ready())
+        self._events = []
         return events
 
     def cancel(self, ticket: int) -> None:
         """See the port."""
-        fetch = self._fetches.get(ticket)
-        if fetch is not None:
-            for tag in fetch.tags.values():
-                self._jobs.cancel(tag)
+        self._fetches.cancel(ticket)
 
     def reset(self, tier: Tier) -> bool:
         """See the port."""
@@ -221,9 +255,10 @@ class TierStore:
     def statistics(self, *, num_jobs_waiting: int = 0, num_jobs_outstanding: int = 0) -> CacheStatistics:
         """A copy of the counters and of where each tier stands. From the engine's thread."""
         counters = self._counters
-        fetching = [transfer.records.tier for transfer in self._transfers.values()]
         return CacheStatistics(
-            tiers={tier: records.statistics(fetching.count(tier)) for tier, records in self._records.items()},
+            tiers={
+                tier: records.statistics(self._fetches.num_pending(tier)) for tier, records in self._records.items()
+            },
             hit_tokens=dict(counters.hit_tokens),
             records_stored=dict(counters.records_stored),
             records_evicted=dict(counters.records_evicted),
@@ -239,88 +274,12 @@ class TierStore:
         records = self._records.get(tier)
         return [] if records is None else [record.key for record in records.index.records() if record.is_stored]
 
-    def _fetchable(self, segment: Segment) -> Record | None:
-        record = self._records[segment.tier].index.get(segment.record_key)
-        if record is None or not (record.is_stored and record.is_usable):
-            return None
-        num_sections = record.num_pages + (1 if record.tail_tokens else 0)
-        if segment.first_section + segment.num_sections > num_sections or (segment.with_row and not record.has_row):
-            return None
-        return record
-
-    def _begin_transfer(
-        self, fetch: _Fetch, position: int, record: Record, *, pages: Sequence[int], first_page: int, after: int
-    ) -> None:
-        segment = fetch.segments[position]
-        records = self._records[segment.tier]
-        at = segment.first_page - first_page
-        sections = tuple(
-            Section(segment.first_section + number, pages[at + number]) for number in range(segment.num_sections)
-        )
-        job = Job(
-            job_id=0,
-            op=JobOp.FETCH,
-            tier=segment.tier,
-            record=record.identity,
-            after_step=after,
-            sections=sections,
-            row_slot=fetch.row_slot if segment.with_row else None,
-        )
-        tag = next(self._tags)
-        records.pin(record)
-        records.index.use(record)
-        fetch.tags[position] = tag
-        self._transfers[tag] = _Transfer(fetch, position, records, record)
-        num_bytes = record.num_bytes * len(sections) // max(1, record.identity.num_sections)
-        self._jobs.submit(job, tag=tag, num_bytes=num_bytes)
-
     def _settle(self, outcome: Outcome, now: float) -> None:
-        transfer = self._transfers.pop(outcome.tag, None)
-        if transfer is None:
-            for records in self._records.values():
-                if records.settle(outcome, now):
-                    break
+        if self._fetches.settle(outcome, now) or (self._pool is not None and self._pool.settle(outcome, now)):
             return
-        fetch, position = transfer.fetch, transfer.position
-        del fetch.tags[position]
-        match outcome:
-            case Done(job=job):
-                fetch.verdicts[position] = True
-                fetch.jobs.append(job.job_id)
-            case Failed(failures=failures):
-                detail = describe_failures(failures)
-                _log.warning("restore of %s failed, it is given up: %s", transfer.record.key.hex()[:16], detail)
-                transfer.records.health.fetch_failed(transfer.record.key, failures, now)
-                transfer.records.condemn(transfer.record)
-                self._fail_from(fetch, position)
-            case Withdrawn():
-                self._fail_from(fetch, position)
-        transfer.records.unpin(transfer.record)
-        self._finish_fetch(fetch)
-
-    def _fail_from(self, fetch: _Fetch, position: int) -> None:
-        """The restored prefix ends in front of this segment: give up what follows, as far as it has not begun."""
-        for later in range(position, len(fetch.segments)):
-            if later in fetch.tags:
-                self._jobs.cancel(fetch.tags[later])
-            else:
-                fetch.verdicts[later] = False
-
-    def _finish_fetch(self, fetch: _Fetch) -> None:
-        if None in fetch.verdicts:
-            return
-        del self._fetches[fetch.ticket]
-        whole = all(fetch.verdicts)
-        # Pages without the row at their end are of no use to a model with rows.
-        num_segments = 0 if self._has_rows and not whole else (*fetch.verdicts, False).index(False)
-        tokens: dict[Tier, int] = {}
-        for segment in fetch.segments[:num_segments]:
-            tokens[segment.tier] = tokens.get(segment.tier, 0) + segment.num_tokens
-        for tier, num_tokens in tokens.items():
-            self._counters.hit_tokens[tier] += num_tokens
-        num_tokens = fetch.num_device_tokens + sum(tokens.values())
-        is_row_restored = whole and any(segment.with_row for segment in fetch.segments)
-        self._events.append(FetchFinished(fetch.ticket, num_tokens, tokens, is_row_restored, tuple(fetch.jobs)))
+        for records in self._records.values():
+            if records.settle(outcome, now):
+                break
 
     def _advance(self, now: float) -> None:
         for records in self._records.values():
@@ -335,3 +294,5 @@ class TierStore:
                 if not ticket.num_left:
                     del self._stores[end.ticket]
                     self._events.append(StoreFinished(end.ticket, ticket.num_stored, ticket.failure))
+        if self._pool is not None:
+            self._pool.advance(now)

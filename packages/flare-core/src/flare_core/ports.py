@@ -73,6 +73,15 @@ class PrefixStore(Protocol):
     ticket's event. After a poisoning nothing is reported any more: ``poll`` raises ``Poisoned``.
     """
 
+    def prepare(self, query: PrefixQuery) -> int | None:
+        """Ask whoever is far away what they have of ``query``. Returns a ticket, whose event says when ``lookup`` knows
+        it; None: it knows all there is to know now."""
+        ...
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """A step that only prefilled ``num_tokens`` took so long: what a restore is held against."""
+        ...
+
     def lookup(self, query: PrefixQuery) -> Restorable:
         """The longest prefix that all ranks hold; no segments where nothing goes beyond the device's share."""
         ...

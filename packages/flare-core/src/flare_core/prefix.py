@@ -10,6 +10,7 @@ from flare_core.keys import TokenIds
 
 __all__ = [
     "FetchFinished",
+    "LookupReady",
     "PrefixQuery",
     "Restorable",
     "Segment",
@@ -131,4 +132,11 @@ class StoreFinished:
     failure: str | None = None
 
 
-StoreEvent = FetchFinished | StoreFinished
+@dataclass(frozen=True, slots=True)
+class LookupReady:
+    """``lookup`` may be asked now: whoever had to be asked for it has answered, or has had its time."""
+
+    ticket: int
+
+
+StoreEvent = FetchFinished | StoreFinished | LookupReady

@@ -102,6 +102,12 @@ class _Store:
     leader: Leader
     inner: TierStore
 
+    def prepare(self, query: PrefixQuery) -> int | None:
+        return self.inner.prepare(query)
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        self.inner.prefilled(num_tokens, seconds)
+
     def lookup(self, query: PrefixQuery) -> Restorable:
         found = self.inner.lookup(query)
         self.leader.watch.looked_up(self.leader, query, found)

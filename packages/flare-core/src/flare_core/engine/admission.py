@@ -65,6 +65,11 @@ class Admission:
         self._transfers = transfers
         self._blocked: tuple[Sequence, int, int] | None = None
 
+    def prepare(self, sequence: Sequence) -> None:
+        """Have the store find out what it must about what the device lacks; see ``Sequence.lookup``."""
+        match = self._match(sequence, allow_copy=False)
+        self._transfers.prepare(sequence, num_device_pages=len(match.pages))
+
     def try_admit(self, sequence: Sequence, builder: PlanBuilder, *, num_active: int, now: float) -> Verdict:
         """Give ``sequence`` a slot, the device's share of its prefix and pages for all it knows, or nothing.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from flare_core.engine.inbox import Inbox
 from flare_core.engine.request import (
@@ -23,7 +24,7 @@ from flare_core.engine.request import (
 )
 from flare_core.engine.scheduler import Scheduler
 from flare_core.errors import Poisoned, RequestError
-from flare_core.plan import StepPlan, decode_plan
+from flare_core.plan import RunKind, StepPlan, decode_plan
 from flare_core.ports import JobGate, ModelRunner, PendingStep, PrefixStore
 from flare_core.prefix import Tier
 
@@ -41,6 +42,15 @@ class NoGate:
 
     def step_finished(self, step: int) -> None:
         """Nobody waits for it."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step that was launched and whose result was not taken."""
+
+    plan: StepPlan
+    began_at: float
+    pending: PendingStep
 
 
 class Engine:
@@ -72,7 +82,8 @@ class Engine:
         self._emit = emit
         self._lead = lead
         self._clock = clock
-        self._in_flight: deque[tuple[int, PendingStep]] = deque()
+        self._in_flight: deque[_Launched] = deque()
+        self._last_finish = 0.0
         self._is_due = False
         self._is_draining = False
         self._is_stopped = False
@@ -125,7 +136,8 @@ class Engine:
             self._send_plan(plan)
             launched = time.perf_counter()
             self._gate.wait_for_jobs(plan.needs_jobs)
-            self._in_flight.append((plan.step, self._runner.launch(plan)))
+            began_at = self._clock()
+            self._in_flight.append(_Launched(plan, began_at, self._runner.launch(plan)))
             elsewhere = time.perf_counter() - launched
         self._is_due = bool(self._in_flight) and (plan is None or len(self._in_flight) > self._lead)
         if not self._is_due:
@@ -137,18 +149,27 @@ class Engine:
     @property
     def due(self) -> PendingStep | None:
         """The step whose result the iteration that :meth:`begin` began still has to take."""
-        return self._in_flight[0][1] if self._is_due else None
+        return self._in_flight[0].pending if self._is_due else None
 
     def finish(self) -> None:
         """Second half of an iteration, where a step is :attr:`due`: blocks until its result is there, and takes it."""
-        step, pending = self._in_flight.popleft()
+        launched = self._in_flight.popleft()
         self._is_due = False
-        result = pending.result()
+        result = launched.pending.result()
         began = time.perf_counter()
-        self._gate.step_finished(step)
-        self.scheduler.finish_step(result, self._clock())
+        now = self._clock()
+        self._tell_prefill(launched, now)
+        self._gate.step_finished(launched.plan.step)
+        self.scheduler.finish_step(result, now)
         self._flush()
         self.scheduler.statistics.own_seconds += time.perf_counter() - began
+
+    def _tell_prefill(self, launched: _Launched, now: float) -> None:
+        """Let the store know how quick prefill is, by a step that did nothing else."""
+        since, self._last_finish = max(launched.began_at, self._last_finish), now
+        runs = launched.plan.runs
+        if self._store is not None and runs and all(run.kind is RunKind.PREFILL for run in runs):
+            self._store.prefilled(sum(run.num_tokens for run in runs), now - since)
 
     def _take_commands(self, commands: list[Command]) -> bool:
         for command in commands:

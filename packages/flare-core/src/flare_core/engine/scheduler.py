@@ -33,7 +33,7 @@ from flare_core.engine.transfers import Transfers
 from flare_core.errors import RequestError
 from flare_core.plan import RunKind, SampledToken, StepPlan, StepResult
 from flare_core.ports import PrefixStore
-from flare_core.prefix import FetchFinished, StoreEvent, StoreFinished, Tier
+from flare_core.prefix import FetchFinished, LookupReady, StoreEvent, StoreFinished, Tier
 
 __all__ = ["Scheduler"]
 
@@ -95,6 +95,7 @@ class Scheduler:
         self._num_added += 1
         self._by_id[request.request_id] = sequence
         self._waiting.append(sequence)
+        self._admission.prepare(sequence)
 
     def cancel(self, request_id: str) -> None:
         """End a request in whatever state it is; unknown ids are ignored."""
@@ -150,8 +151,10 @@ class Scheduler:
             self.cache.register(sequence, num_known, with_tail=False)
 
     def store_event(self, event: StoreEvent, now: float) -> None:
-        """A fetch or a store has ended."""
+        """A lookup, a fetch or a store has ended."""
         match event:
+            case LookupReady():
+                self._transfers.lookup_ready(event)
             case StoreFinished():
                 self._transfers.finish_store(event)
             case FetchFinished():
@@ -258,17 +261,17 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder, now: float) -> None:
         for sequence in [sequence for sequence in self._active if sequence.give_up and sequence.ticket is None]:
             self._preempt(sequence, builder)
-        while self._waiting:
-            sequence = self._waiting[0]
+        # A request whose lookup is under way holds nobody up.
+        for sequence in [each for each in self._waiting if each.lookup is None]:
             match self._admission.try_admit(sequence, builder, num_active=len(self._active), now=now):
                 case Verdict.BLOCKED:
                     return
                 case Verdict.HOPELESS:
-                    self._waiting.pop(0)
+                    self._waiting.remove(sequence)
                     msg = f"{len(sequence.tokens)} tokens do not fit into the device pages that are left"
                     self._forget(sequence, RequestError(msg, status=503))
                 case Verdict.ADMITTED:
-                    self._waiting.pop(0)
+                    self._waiting.remove(sequence)
                     insort(self._active, sequence, key=lambda active: active.order)
                     self._count_admission(sequence, now)
 

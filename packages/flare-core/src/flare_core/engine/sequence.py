@@ -73,6 +73,7 @@ class Sequence:
         num_handed: tokens that the prefix store was offered or gave.
         copy_source, num_copied: a page of the device index whose first tokens are to be copied, or -1.
         row_source: row slot the sequence starts from: a snapshot, -1 for the zero row, None when its own is right.
+        lookup: what the prefix store still has to find out before the sequence is admitted.
         ticket: the fetch under way. give_up: it was cancelled to preempt the sequence.
         last_step: last planned step with a run of it.
     """
@@ -101,6 +102,7 @@ class Sequence:
     copy_source: int = -1
     num_copied: int = 0
     row_source: int | None = None
+    lookup: int | None = None
     ticket: int | None = None
     give_up: bool = False
     last_step: int = 0

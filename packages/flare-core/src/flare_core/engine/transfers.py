@@ -10,7 +10,7 @@ from flare_core.engine.plan_builder import PlanBuilder
 from flare_core.engine.sequence import Sequence, SequenceState
 from flare_core.engine.statistics import Statistics
 from flare_core.ports import PrefixStore
-from flare_core.prefix import PrefixQuery, StoreFinished, StoreRequest
+from flare_core.prefix import LookupReady, PrefixQuery, StoreFinished, StoreRequest
 
 __all__ = ["Transfers"]
 
@@ -30,6 +30,7 @@ class Transfers:
         self, cache: DeviceCache, store: PrefixStore | None, *, min_tail_tokens: int, statistics: Statistics
     ) -> None:
         self.fetching: dict[int, Sequence] = {}
+        self._looking: dict[int, Sequence] = {}
         self._cache = cache
         self._store = store
         self._min_tail_tokens = min_tail_tokens
@@ -41,6 +42,28 @@ class Transfers:
         """Stores whose pages are pinned."""
         return len(self._storing)
 
+    def prepare(self, sequence: Sequence, *, num_device_pages: int) -> None:
+        """Have the store find out what it must before it is asked for the sequence's prefix."""
+        if self._store is None or not sequence.reads_cache:
+            return
+        sequence.lookup = self._store.prepare(self._query(sequence, num_device_pages, num_device_tokens=0))
+        if sequence.lookup is not None:
+            self._looking[sequence.lookup] = sequence
+
+    def lookup_ready(self, event: LookupReady) -> None:
+        """The store knows now."""
+        self._looking.pop(event.ticket).lookup = None
+
+    def _query(self, sequence: Sequence, num_device_pages: int, *, num_device_tokens: int) -> PrefixQuery:
+        num_tokens = len(sequence.tokens) - 1
+        return PrefixQuery(
+            root=sequence.root,
+            token_ids=sequence.tokens.view(0, num_tokens),
+            keys=sequence.keys[: num_tokens // sequence.page_tokens],
+            num_device_pages=num_device_pages,
+            num_device_tokens=num_device_tokens,
+        )
+
     def begin_fetch(self, sequence: Sequence, *, after_step: int, now: float) -> bool:
         """Look for what the device lacks, and begin to restore it into the sequence's pages; True when there is some.
 
@@ -48,15 +71,8 @@ class Transfers:
         """
         if self._store is None:
             return False
-        num_tokens = len(sequence.tokens) - 1
         num_whole = sequence.num_registered
-        query = PrefixQuery(
-            root=sequence.root,
-            token_ids=sequence.tokens.view(0, num_tokens),
-            keys=sequence.keys[: num_tokens // sequence.page_tokens],
-            num_device_pages=num_whole,
-            num_device_tokens=sequence.num_computed,
-        )
+        query = self._query(sequence, num_whole, num_device_tokens=sequence.num_computed)
         restorable = self._store.lookup(query)
         if not restorable.segments or restorable.num_tokens <= sequence.num_computed:
             return False

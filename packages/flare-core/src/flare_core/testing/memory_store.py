@@ -14,6 +14,7 @@ from flare_core.engine.prefix_index import common_tokens
 from flare_core.errors import Poisoned
 from flare_core.prefix import (
     FetchFinished,
+    LookupReady,
     PrefixQuery,
     Restorable,
     Segment,
@@ -37,6 +38,7 @@ class StoreFaults:
         delay_polls: polls that a transfer takes beyond the first in which it may begin.
         drop_store: refuse a store (it returns None). fail_store: let it fail at its end.
         copies_early: a store reads as soon as it may, instead of at its end.
+        lookup_polls: polls that a lookup takes before it may be asked; None: none has to be waited for.
         keep_sections: of so many sections to fetch, how many arrive.
     """
 
@@ -44,6 +46,7 @@ class StoreFaults:
     drop_store: Callable[[], bool] = lambda: False
     fail_store: Callable[[], bool] = lambda: False
     copies_early: Callable[[], bool] = lambda: False
+    lookup_polls: Callable[[], int | None] = lambda: None
     keep_sections: Callable[[int], int] = lambda count: count
 
 
@@ -115,6 +118,7 @@ class MemoryPrefixStore:
         self._pages: dict[bytes, _Page] = {}
         self._nodes: dict[bytes, _Node] = {}
         self._jobs: list[_Fetch | _Store] = []
+        self._lookups: dict[int, int] = {}
         self._last_ticket = 0
         self._finished_step = 0
         self._finished_jobs: set[int] = set()
@@ -133,6 +137,18 @@ class MemoryPrefixStore:
         self._begin_all()
 
     # -- PrefixStore ---------------------------------------------------------------------------------------------
+
+    def prepare(self, query: PrefixQuery) -> int | None:
+        """There may be somebody to ask, who takes his time; see ``PrefixStore``."""
+        polls = self.faults.lookup_polls()
+        if polls is None or not query.keys:
+            return None
+        self._last_ticket += 1
+        self._lookups[self._last_ticket] = polls
+        return self._last_ticket
+
+    def prefilled(self, num_tokens: int, seconds: float) -> None:
+        """Nothing here is worth comparing with."""
 
     def lookup(self, query: PrefixQuery) -> Restorable:
         """The longest prefix held, in one segment."""
@@ -189,7 +205,8 @@ class MemoryPrefixStore:
         """Move every transfer on; the events of those that ended."""
         if self._poison is not None:
             raise Poisoned(self._poison)
-        events: list[StoreEvent] = []
+        events: list[StoreEvent] = [LookupReady(ticket) for ticket, polls in self._lookups.items() if polls <= 0]
+        self._lookups = {ticket: polls - 1 for ticket, polls in self._lookups.items() if polls > 0}
         for job in self._jobs.copy():
             if job.after_step > self._finished_step:
                 continue
