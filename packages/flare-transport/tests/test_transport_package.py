@@ -19,6 +19,8 @@ LinkEnd LinkListener LinkLost LinkOffer LinkSettings LinkState Liveness LocalPro
 RemoteProtocolError RendezvousError RendezvousRefused RendezvousSettings Router SecondLinkError Security Session
 Sighting StarExchange TransportError __version__ derive_key dial_link encode_frame generate_key key_value_over
 load_key_file local_link meet open_link_listener parse_address write_key
+BulkUnit ServiceListener ServiceRefused ServiceSession UnitAnswer UnitOp UnitStatus dial_bulk dial_service open_service
+transfer_key
 """
 
 

@@ -7,16 +7,27 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flare_transport import FrameType, Security
+from flare_transport import BulkUnit, FrameType, Security, UnitAnswer, UnitOp, UnitStatus
 from flare_transport.frame_types import ALL_FRAME_TYPES, FIRST_CONSUMER_CODE
 from flare_transport.framing import encode_header
 from flare_transport.handshake_messages import Hello, Refusal, RefusalCode, Welcome, transcript_of
 from flare_transport.key_value_table import MAX_ENTRY_BYTES, MAX_TABLE_BYTES, MAX_WAITING, Reply, Request
+from flare_transport.service_messages import (
+    ServiceHello,
+    ServiceRefusal,
+    ServiceRefusalCode,
+    ServiceWelcome,
+    transcript,
+)
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "wire-format.md").read_text()
 
 HELLO = Hello((1, 2), Security.TLS, 3, 4, bytes(range(32)), b"peer's certificate")
 WELCOME = Welcome(2, (1, 5), Security.TLS, b"run id of 16 byt", b"z" * 32, b"m" * 32, b"rank zero's certificate")
+SERVICE_HELLO = ServiceHello((1, 2), Security.TLS, bytes(range(32)), b"client's certificate")
+SERVICE_WELCOME = ServiceWelcome(
+    2, Security.TLS, b"session of 16 by", b"epoch of 16 byte", b"n" * 32, b"m" * 32, b"service's certificate"
+)
 
 
 def tables(heading):
@@ -75,6 +86,64 @@ LAYOUTS = {
         Refusal(RefusalCode.RANK, 6, 7).encode(),
         {"code": 4, "reserved": 0, "expected": 6, "received": 7},
     ),
+    "SERVICE_HELLO": (
+        SERVICE_HELLO.encode(),
+        {
+            "version_min": 1,
+            "version_max": 2,
+            "security": 1,
+            "reserved": 0,
+            "nonce": SERVICE_HELLO.nonce,
+            "certificate_length": len(SERVICE_HELLO.certificate),
+            "certificate": SERVICE_HELLO.certificate,
+        },
+    ),
+    "SERVICE_WELCOME": (
+        SERVICE_WELCOME.encode(),
+        {
+            "version": 2,
+            "security": 1,
+            "reserved": 0,
+            "session_id": SERVICE_WELCOME.session_id,
+            "epoch": SERVICE_WELCOME.epoch,
+            "nonce": SERVICE_WELCOME.nonce,
+            "mac": SERVICE_WELCOME.mac,
+            "certificate_length": len(SERVICE_WELCOME.certificate),
+            "certificate": SERVICE_WELCOME.certificate,
+        },
+    ),
+    "SERVICE_REFUSE": (
+        ServiceRefusal(ServiceRefusalCode.WRONG_KEY, (4, 5)).encode(),
+        {"code": 3, "reserved": 0, "version_min": 4, "version_max": 5, "unused": 0},
+    ),
+    "Service transcript": (
+        transcript(SERVICE_HELLO, SERVICE_WELCOME).removeprefix(b"flare/service/1"),
+        {
+            "client_version_min": 1,
+            "client_version_max": 2,
+            "version": 2,
+            "client_security": 1,
+            "service_security": 1,
+            "client_nonce": SERVICE_HELLO.nonce,
+            "service_nonce": SERVICE_WELCOME.nonce,
+            "session_id": SERVICE_WELCOME.session_id,
+            "epoch": SERVICE_WELCOME.epoch,
+            "client_certificate": digest(SERVICE_HELLO.certificate),
+            "service_certificate": digest(SERVICE_WELCOME.certificate),
+        },
+    ),
+    "Unit": (
+        BulkUnit(UnitOp.PUT, b"transfer 16 byte", 4096, 8192, b"m" * 32).encode(),
+        {
+            "operation": 2,
+            "reserved": 0,
+            "transfer": b"transfer 16 byte",
+            "offset": 4096,
+            "length": 8192,
+            "mac": b"m" * 32,
+        },
+    ),
+    "Unit answer": (UnitAnswer(UnitStatus.FAILED, 7).encode(), {"status": 3, "reserved": 0, "length": 7}),
     "Transcript": (
         transcript_of(HELLO, WELCOME).removeprefix(b"flare/rendezvous/1"),
         {

@@ -6,6 +6,7 @@ loaded when the first certificate is made.
 
 from flare_transport.__about__ import __version__
 from flare_transport.address import Address, parse_address
+from flare_transport.bulk_unit import BulkUnit, UnitAnswer, UnitOp, UnitStatus, transfer_key
 from flare_transport.errors import (
     AddressError,
     CertificateError,
@@ -19,6 +20,7 @@ from flare_transport.errors import (
     RendezvousError,
     RendezvousRefused,
     SecondLinkError,
+    ServiceRefused,
     TransportError,
 )
 from flare_transport.exchange import StarExchange
@@ -36,6 +38,9 @@ from flare_transport.rendezvous import meet
 from flare_transport.rendezvous_settings import RendezvousSettings, Sighting
 from flare_transport.router import EndCause, LinkEnd, Router
 from flare_transport.second_link import LinkOffer
+from flare_transport.service_dial import dial_bulk, dial_service
+from flare_transport.service_listener import ServiceListener, open_service
+from flare_transport.service_messages import ServiceSession
 from flare_transport.session import Group, Peer, PeerIdentity, Session
 
 __all__ = [
@@ -44,6 +49,7 @@ __all__ = [
     "HEARTBEAT",
     "Address",
     "AddressError",
+    "BulkUnit",
     "CertificateError",
     "EndCause",
     "Frame",
@@ -76,13 +82,21 @@ __all__ = [
     "Router",
     "SecondLinkError",
     "Security",
+    "ServiceListener",
+    "ServiceRefused",
+    "ServiceSession",
     "Session",
     "Sighting",
     "StarExchange",
     "TransportError",
+    "UnitAnswer",
+    "UnitOp",
+    "UnitStatus",
     "__version__",
     "derive_key",
+    "dial_bulk",
     "dial_link",
+    "dial_service",
     "encode_frame",
     "generate_key",
     "key_value_over",
@@ -90,6 +104,8 @@ __all__ = [
     "local_link",
     "meet",
     "open_link_listener",
+    "open_service",
     "parse_address",
+    "transfer_key",
     "write_key",
 ]

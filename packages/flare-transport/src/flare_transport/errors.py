@@ -17,6 +17,7 @@ __all__ = [
     "RendezvousError",
     "RendezvousRefused",
     "SecondLinkError",
+    "ServiceRefused",
     "TransportError",
     "VersionMismatchError",
 ]
@@ -76,6 +77,10 @@ class RendezvousRefused(RendezvousError):
 
 class SecondLinkError(TransportError):
     """A second connection could not be opened or proven in time; the message names the rank and what was seen."""
+
+
+class ServiceRefused(TransportError):
+    """A service will not have this client: another key, version or link security, or it knows no such session."""
 
 
 class KeyValueError(TransportError):
