@@ -28,6 +28,9 @@ from flare_cache.join_set import adopt
 from flare_cache.join_shell import JOIN_TIMEOUT_SECONDS, JoinInbox, join_as_leader, join_as_peer
 from flare_cache.outcomes import ShardedLimits
 from flare_cache.peer_service import PeerService, ServiceEnd
+from flare_cache.pool.agent import LeaderPoolAgent, PoolAgent
+from flare_cache.pool.agreement_messages import encode_pool_message
+from flare_cache.pool.setup import PoolSetup, new_agent, new_leader_agent
 from flare_cache.record_link import RECORD_JOIN
 from flare_cache.record_plan import FileSizes, record_bounds
 from flare_cache.record_table import RecordTable, find_digests
@@ -36,7 +39,7 @@ from flare_cache.settings import CacheSettings
 from flare_cache.sharded import ShardedLeader
 from flare_cache.staged import StagedTransport
 from flare_cache.tier_records import JobQueue
-from flare_cache.tier_store import TierContent, TierStore
+from flare_cache.tier_store import PoolTierSettings, TierContent, TierStore
 from flare_core.errors import ConfigurationMismatch
 from flare_core.geometry import Geometry
 from flare_core.prefix import Tier
@@ -61,12 +64,14 @@ class RankSetup:
         directory: open and locked; None without a disk tier. Closed by the caller.
         make_transport: builds this rank's transport, not started, with the ``on_result`` and ``on_fault`` that it is
             given.
+        pool: of the pool; None without one.
     """
 
     settings: CacheSettings
     rank: int
     directory: RecordDirectory | None
     make_transport: Callable[[Callable[[JobResult], None], Callable[[str], None]], StagedTransport]
+    pool: PoolSetup | None = None
 
     @property
     def geometry(self) -> Geometry:
@@ -128,6 +133,7 @@ class LeaderGroup:
         transport: rank zero's own.
         report: of the join.
         setup: as given.
+        pool: the agreement on the pool; None without one.
     """
 
     store: TierStore
@@ -135,6 +141,7 @@ class LeaderGroup:
     transport: StagedTransport
     report: JoinReport
     setup: RankSetup
+    pool: LeaderPoolAgent | None = None
 
     def close(self, deadline_seconds: float) -> bool:
         """End in order; the engine has stopped and ``store.is_idle`` holds (or what is under way is given up).
@@ -142,6 +149,8 @@ class LeaderGroup:
         Returns whether transfers drained. If not, free nothing and end by ``os._exit``.
         """
         keys = self.store.keys_by_use(Tier.DISK)
+        if self.pool is not None:
+            self.pool.close()
         if not self.dispatcher.close(deadline_seconds):
             return False
         self.setup.save_hint(keys)
@@ -156,10 +165,14 @@ class PeerGroup:
     transport: StagedTransport
     report: JoinReport
     setup: RankSetup
+    pool: PoolAgent | None = None
 
     def close(self, deadline_seconds: float) -> bool:
         """End in order from this side, or after rank zero has; see :meth:`LeaderGroup.close`."""
-        is_drained = self.service.close(deadline_seconds) and self.transport.close(deadline_seconds)
+        is_drained = self.service.close(deadline_seconds)
+        if self.pool is not None:
+            self.pool.close()
+        is_drained = is_drained and self.transport.close(deadline_seconds)
         if is_drained:
             self.setup.save_hint([])
         return is_drained
@@ -202,14 +215,20 @@ def start_leader(
         ConfigurationMismatch, UsageError: as :func:`flare_cache.join_shell.join_as_leader`.
         RuntimeError, OSError: no threads, or the directory cannot be read.
     """
-    settings = setup.settings
+    world_size = setup.settings.identity.world_size
+    pool: LeaderPoolAgent | None = None
+    if setup.pool is not None:
+        pool = new_leader_agent(
+            setup.pool, world_size=world_size, tell=lambda rank, payload: dispatcher.tell(rank, payload)
+        )
     dispatcher = Dispatcher(
-        ShardedLeader(run_id=run_id, world_size=settings.identity.world_size, limits=limits or ShardedLimits()),
+        ShardedLeader(run_id=run_id, world_size=world_size, limits=limits or ShardedLimits()),
         on_outcome=on_outcome,
         on_poison=on_poison,
+        on_pool=None if pool is None else pool.receive,
     )
     transport = setup.make_transport(dispatcher.finished_here, dispatcher.fault_here)
-    sizes = FileSizes(settings.identity.geometries)
+    sizes = FileSizes(setup.settings.identity.geometries)
     with _collector_paused():
         try:
             inbox = _start_links(dispatcher, links)
@@ -222,7 +241,16 @@ def start_leader(
         store = new_store(setup, sizes, joined=joined, jobs=dispatcher)
     failpoint("join.joined")
     dispatcher.start(transport, links)
-    return LeaderGroup(store, dispatcher, transport, joined.report, setup)
+    if setup.pool is not None and pool is not None:
+        _start_pool(setup.pool, pool, store, world_size=world_size, wake=on_outcome)
+    return LeaderGroup(store, dispatcher, transport, joined.report, setup, pool)
+
+
+def _start_pool(
+    setup: PoolSetup, agent: LeaderPoolAgent, store: TierStore, *, world_size: int, wake: Callable[[], None]
+) -> None:
+    tier = store.open_pool(PoolTierSettings(world_size, setup.pending_bytes, wake))
+    agent.start(new_agent(setup, 0, say=lambda message: agent.heard(0, message), switches=[tier]))
 
 
 def _start_links(dispatcher: Dispatcher, links: Mapping[int, Link]) -> JoinInbox:
@@ -269,7 +297,10 @@ def start_peer(
         on_end: called once the record link has ended after the join; the process is to end then.
         timeout_seconds: for the whole join.
     """
-    service = PeerService(run_id=run_id, rank=setup.rank, on_end=on_end)
+    pool: PoolAgent | None = None
+    if setup.pool is not None:
+        pool = new_agent(setup.pool, setup.rank, say=lambda message: service.say(encode_pool_message(message)))
+    service = PeerService(run_id=run_id, rank=setup.rank, on_end=on_end, on_pool=None if pool is None else pool.receive)
     transport = setup.make_transport(service.finished_here, service.fault_here)
     service.attach(transport, link)
     router, inbox = Router(), JoinInbox()
@@ -286,7 +317,7 @@ def start_peer(
             raise
     failpoint("join.joined")
     service.serve()
-    return PeerGroup(service, transport, joined.report, setup)
+    return PeerGroup(service, transport, joined.report, setup, pool)
 
 
 def _join_peer(setup: RankSetup, link: Link, inbox: JoinInbox, timeout_seconds: float) -> Finished:

@@ -21,10 +21,11 @@ from flare_cache.jobs import JobResult
 from flare_cache.memory_shelf import MemoryShelf
 from flare_cache.outcomes import ShardedLimits
 from flare_cache.peer_service import ServiceEnd
+from flare_cache.pool.setup import PoolSetup
 from flare_cache.record_group import LeaderGroup, PeerGroup, RankSetup, start_leader, start_peer
 from flare_cache.settings import CacheSettings
 from flare_cache.staged import DEFAULT_NUM_THREADS, StagedTransport
-from flare_cache.transfer import Shelf
+from flare_cache.transfer import PoolPort, Shelf
 from flare_core.geometry import Axis, Geometry, Plane, SetIdentity
 from flare_core.keys import TokenIds, chain_keys, root_key, token_array
 from flare_core.prefix import FetchFinished, PrefixQuery, Restorable, StoreEvent, StoreFinished, StoreRequest, Tier
@@ -68,6 +69,7 @@ class GroupPlan:
         limits: of the sharded transport.
         change_shelf: wraps a rank's disk shelf, to make it fail.
         num_threads: disk threads of each rank.
+        pool: what a rank brings for the pool, and how its transport reaches it, given the shelf that is put from.
     """
 
     geometries: tuple[Geometry, ...]
@@ -81,6 +83,7 @@ class GroupPlan:
     limits: ShardedLimits = field(default_factory=ShardedLimits)
     change_shelf: Callable[[int, Shelf], Shelf] = lambda _, shelf: shelf
     num_threads: int = DEFAULT_NUM_THREADS
+    pool: Callable[[int, Shelf], tuple[PoolSetup, PoolPort]] | None = None
 
     def cache_settings(self, rank: int) -> CacheSettings:
         """One rank's settings."""
@@ -328,6 +331,8 @@ def make_rank(plan: GroupPlan, rank: int) -> LocalRank:
     if plan.memory_bytes is not None:
         shelves[Tier.MEMORY] = MemoryShelf(geometry, fingerprint, DirectPassage(aligned=False), plan.memory_bytes)
 
+    pool_setup, pool_port = (None, None) if plan.pool is None else plan.pool(rank, next(iter(shelves.values())))
+
     def make_transport(on_result: Callable[[JobResult], None], on_fault: Callable[[str], None]) -> StagedTransport:
         return StagedTransport(
             geometry=geometry,
@@ -338,9 +343,10 @@ def make_rank(plan: GroupPlan, rank: int) -> LocalRank:
             on_result=on_result,
             on_fault=on_fault,
             num_threads=plan.num_threads,
+            pool=pool_port,
         )
 
-    setup = RankSetup(settings=settings, rank=rank, directory=directory, make_transport=make_transport)
+    setup = RankSetup(settings=settings, rank=rank, directory=directory, make_transport=make_transport, pool=pool_setup)
     return LocalRank(rank, geometry, pages, directory, setup)
 
 

@@ -40,6 +40,7 @@ from flare_cache.pool.agreement_messages import (
     decode_pool_message,
     encode_pool_message,
 )
+from flare_cache.pool.messages import Reply, Request
 from flare_cache.turnstile import Turnstile
 from flare_transport.errors import TransportError
 from flare_transport.failpoint import failpoint
@@ -61,6 +62,12 @@ class PoolConnection(Protocol):
     @property
     def manager(self) -> str:
         """Its name, for people."""
+        ...
+
+    def request_later(
+        self, request: Request, on_reply: Callable[[Reply | None], None], *, timeout_seconds: float
+    ) -> None:
+        """Ask without blocking; ``on_reply`` is called once, in any thread, with None where no answer came."""
         ...
 
     def close(self) -> None:
@@ -282,6 +289,7 @@ class LeaderPoolAgent:
             return
         if old.state is PoolState.ON or dict(effect.reasons) != dict(old.reasons):
             text = "; ".join(r if rank < 0 else f"rank {rank}: {r}" for rank, r in sorted(effect.reasons.items()))
-            _log.warning("the pool is off on every rank, local tiers serve: %s", text)
+            level = logging.INFO if self._closing.is_set() else logging.WARNING
+            _log.log(level, "the pool is off on every rank, local tiers serve: %s", text)
         since = now if old.state is PoolState.ON else old.since
         self._status = PoolStatus(PoolState.OFF, effect.reasons, since, old.num_sessions)
