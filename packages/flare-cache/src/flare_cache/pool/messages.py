@@ -15,6 +15,7 @@ from flare_cache.pool.manifest import Extent, Manifest
 from flare_transport.framing import FrameType
 
 __all__ = [
+    "POOL_PROTOCOL",
     "POOL_REPLY",
     "POOL_REQUEST",
     "Commit",
@@ -22,6 +23,7 @@ __all__ = [
     "Done",
     "Find",
     "Found",
+    "GetStart",
     "Grant",
     "Has",
     "Presence",
@@ -35,12 +37,14 @@ __all__ = [
     "Reply",
     "ReportBad",
     "Request",
-    "GetStart",
     "decode_reply",
     "decode_request",
     "encode_reply",
     "encode_request",
 ]
+
+POOL_PROTOCOL = 1
+"""What these messages are; a manager refuses a rank with another number."""
 
 POOL_REQUEST = FrameType(60, "POOL_REQUEST", 4 << 20)
 POOL_REPLY = FrameType(61, "POOL_REPLY", 16 << 20)
@@ -50,7 +54,7 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     pass
 
 
-class Register(_Message):
+class Register(_Message, frozen=True, kw_only=True):
     """The first request on a link. ``session`` is what rank zero proposed; ``buffers`` are sizes of staging areas."""
 
     protocol: int
@@ -64,7 +68,7 @@ class Register(_Message):
     buffers: tuple[int, ...]
 
 
-class Registered(_Message):
+class Registered(_Message, frozen=True, kw_only=True):
     """``epoch``: of this manager process. ``num_records``: visible in the namespace now; ``num_other_records``: in
     all others."""
 
@@ -93,14 +97,14 @@ class RefusedReason(enum.StrEnum):
     DRAINING = "draining"
 
 
-class Refused(_Message):
+class Refused(_Message, frozen=True, kw_only=True):
     """``detail`` is one line for people."""
 
     reason: RefusedReason
     detail: str = ""
 
 
-class Find(_Message):
+class Find(_Message, frozen=True, kw_only=True):
     """The longest committed run along a chain of keys.
 
     Attributes:
@@ -116,7 +120,7 @@ class Find(_Message):
     next_ids: bytes
 
 
-class Found(_Message):
+class Found(_Message, frozen=True, kw_only=True):
     """Manifests of the records that hold the run, parents first, and of a record that goes on with a part of a page.
 
     Those whose tokens follow from the chain of the request carry no token ids. ``more``: ask again from ``next_page``.
@@ -127,19 +131,19 @@ class Found(_Message):
     more: bool = False
 
 
-class Has(_Message):
+class Has(_Message, frozen=True, kw_only=True):
     """Which of these keys (32 bytes each) are committed."""
 
     keys: bytes
 
 
-class Presence(_Message):
+class Presence(_Message, frozen=True, kw_only=True):
     """One byte per key: 1 committed, else 0."""
 
     present: bytes
 
 
-class GetStart(_Message):
+class GetStart(_Message, frozen=True, kw_only=True):
     """A rank wants to read its shard of a record."""
 
     key: bytes
@@ -147,7 +151,7 @@ class GetStart(_Message):
     rank: int
 
 
-class PutStart(_Message):
+class PutStart(_Message, frozen=True, kw_only=True):
     """A rank wants to write its shard. Refused with EXISTS where the key is committed already."""
 
     record: RecordIdentity
@@ -156,7 +160,7 @@ class PutStart(_Message):
     num_bytes: int
 
 
-class Grant(_Message):
+class Grant(_Message, frozen=True, kw_only=True):
     """A transfer may begin: its units prove knowledge of its key. ``seconds``: how long it is good for."""
 
     transfer: bytes
@@ -166,25 +170,25 @@ class Grant(_Message):
     seconds: float
 
 
-class PutFinish(_Message):
+class PutFinish(_Message, frozen=True, kw_only=True):
     """Every unit was sent: verify the shard and make it durable. Answered by Done or Refused when that has happened."""
 
     transfer: bytes
 
 
-class Release(_Message):
+class Release(_Message, frozen=True, kw_only=True):
     """A transfer is over, or given up. Answered by Done."""
 
     transfer: bytes
 
 
-class Done(_Message):
+class Done(_Message, frozen=True, kw_only=True):
     """It was done. ``num_bytes`` of what was moved or removed."""
 
     num_bytes: int = 0
 
 
-class Commit(_Message):
+class Commit(_Message, frozen=True, kw_only=True):
     """Rank zero: every rank's shard is in: make the record visible."""
 
     record: RecordIdentity
@@ -192,13 +196,13 @@ class Commit(_Message):
     token_ids: bytes
 
 
-class Committed(_Message):
+class Committed(_Message, frozen=True, kw_only=True):
     """Visible. ``store_id``: of the record that is: another instance may have been first."""
 
     store_id: bytes
 
 
-class ReportBad(_Message):
+class ReportBad(_Message, frozen=True, kw_only=True):
     """A shard failed its digests on a rank: the manager looks for itself, and removes the record if it is so."""
 
     key: bytes
