@@ -14,8 +14,10 @@ from dataclasses import dataclass, field
 
 from flare_cache.digest import DIGEST_BYTES, section_digest
 from flare_cache.directory import RecordDirectory, temporary_name
+from flare_cache.directory_files import DirectoryFiles
 from flare_cache.host_memory import Passage, aligned_buffer
 from flare_cache.jobs import Job, record_file_name
+from flare_cache.pool.shard_source import ShardReader, require_size
 from flare_cache.record import (
     FileLayout,
     Problem,
@@ -133,6 +135,19 @@ class DiskShelf:
         check_same_record(header.identity, job.record)
         return header
 
+    def open_shard(self, job: Job) -> ShardReader:
+        """Open this rank's file of a record, to be put into the pool."""
+        fd = self.directory.open_record(record_file_name(job.record.key), direct=self.direct)
+        try:
+            header = read_header(self.directory.files, fd, expected_bytes=self.layout(job).header_bytes)
+            check_header(header, set_fingerprint=self.set_fingerprint, geometry=self.geometry)
+            check_same_record(header.identity, job.record)
+            size = require_size(self.directory.files.fstat(fd).st_size, header.layout, job.extent)
+        except BaseException:
+            self.directory.files.close(fd)
+            raise
+        return _FileShard(self.directory.files, fd, size)
+
     def truncate(self, job: Job) -> int:
         """Cut the file behind the tail or behind the pages."""
         failpoint("truncate.begin")
@@ -157,6 +172,23 @@ class DiskShelf:
 
 
 _NOT_OURS = {Problem.NEWER_FORMAT, Problem.OTHER_SET, Problem.OTHER_RECORD}
+
+
+@dataclass(frozen=True, slots=True)
+class _FileShard:
+    """A shard in a file; see :class:`flare_cache.pool.shard_source.ShardReader`."""
+
+    files: DirectoryFiles
+    fd: int
+    num_bytes: int
+
+    def read_into(self, offset: int, view: memoryview) -> None:
+        """Read."""
+        read_sections(self.files, self.fd, views=[view], offset=offset)
+
+    def close(self) -> None:
+        """Close the file."""
+        self.files.close(self.fd)
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from flare_cache.digest import DIGEST_BYTES, section_digest
 from flare_cache.host_memory import Passage, copy_views, new_mapping
 from flare_cache.jobs import Job
+from flare_cache.pool.shard_source import BytesShard, ShardReader, require_size
 from flare_cache.record import FileLayout, Problem, RecordError, RecordHeader, decode_header, encode_header, file_layout
 from flare_cache.transfer import Part, check_same_record, flat_views, job_items, split_parts, verify_items
 from flare_core.geometry import Geometry
@@ -93,6 +94,12 @@ class MemoryShelf:
         if record.size < needed:
             raise RecordError(Problem.TRUNCATED, f"{record.size} bytes where the job needs {needed}")
         return _MemoryFetch(self, record, parts)
+
+    def open_shard(self, job: Job) -> ShardReader:
+        """This rank's part of a record, to be put into the pool; the record is pinned meanwhile."""
+        record = self._find(job)
+        size = require_size(record.size, record.header.layout, job.extent)
+        return BytesShard(memoryview(record.mapping)[:size], size)
 
     def truncate(self, job: Job) -> int:
         """Give the memory of the row, or of row and tail, back to the system."""

@@ -1,0 +1,124 @@
+"""Bulk connections of one pool session, lent to one thread at a time, and ranges moved over them.
+
+A connection on which anything went wrong is closed: a new one costs a handshake, a stream that lost its place costs
+everything. Over TCP a cancelled transfer's buffer is always quiet: its thread has left the system call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from flare_cache.pool.client import PoolClient, PoolUnavailable
+from flare_cache.pool.staging import BufferState
+from flare_transport import BulkUnit, RemoteProtocolError, UnitOp, UnitStatus
+from flare_transport.bulk_socket import receive_answer, receive_into, send_all
+
+__all__ = ["BulkConnections", "TcpRange"]
+
+_PIECE_BYTES = 512 << 10
+"""What is received at once: it is digested while it is still in the processor's cache."""
+
+Seen = Callable[[memoryview], None]
+"""Is shown the next bytes of a range."""
+
+
+@dataclass(slots=True)
+class BulkConnections:
+    """Connections of ``client``. Thread-safe; each is lent for one range."""
+
+    client: PoolClient
+    _idle: list[socket.socket] = field(default_factory=list)
+    _lent: set[socket.socket] = field(default_factory=set)
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+    _is_closed: bool = False
+
+    @contextlib.contextmanager
+    def lend(self, deadline: float) -> Iterator[TcpRange]:
+        """A connection for one range; closed when the body raises. Raises PoolUnavailable."""
+        with self._mutex:
+            sock = self._idle.pop() if self._idle else None
+        if sock is None:
+            sock = self.client.open_bulk(timeout_seconds=max(0.1, min(2.0, deadline - time.monotonic())))
+        is_whole = False
+        try:
+            self._lend(sock)
+            yield TcpRange(sock, deadline)
+            is_whole = True
+        finally:
+            self._take_back(sock, is_whole=is_whole)
+
+    def close(self) -> None:
+        """Close what is idle, and cut what is lent: the threads that use it fail at once."""
+        with self._mutex:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for sock in self._lent:
+                with contextlib.suppress(OSError):
+                    # Not the TLS socket's own shutdown, which would leave its reader without TLS.
+                    socket.socket.shutdown(sock, socket.SHUT_RDWR)
+        for sock in idle:
+            sock.close()
+
+    def _lend(self, sock: socket.socket) -> None:
+        with self._mutex:
+            if not self._is_closed:
+                self._lent.add(sock)
+                return
+        raise PoolUnavailable("the pool's session has ended")
+
+    def _take_back(self, sock: socket.socket, *, is_whole: bool) -> None:
+        with self._mutex:
+            self._lent.discard(sock)
+            if is_whole and not self._is_closed:
+                self._idle.append(sock)
+                return
+        sock.close()
+
+
+@dataclass(frozen=True, slots=True)
+class TcpRange:
+    """One range of one transfer on a plain or TLS connection."""
+
+    sock: socket.socket
+    deadline: float
+
+    def get(
+        self, key: bytes, transfer: bytes, *, offset: int, view: memoryview, seen: Callable[[memoryview], None]
+    ) -> None:
+        """Fill ``view`` with the bytes from ``offset`` on; ``seen`` is shown each piece as it comes.
+
+        Raises:
+            OSError: the connection, the time limit, or the manager's refusal.
+        """
+        unit = BulkUnit.make(key, UnitOp.GET, transfer, offset=offset, length=len(view))
+        send_all(self.sock, memoryview(unit.encode()), deadline=self.deadline)
+        self._expect(len(view))
+        for at in range(0, len(view), _PIECE_BYTES):
+            piece = view[at : at + _PIECE_BYTES]
+            receive_into(self.sock, piece, deadline=self.deadline)
+            seen(piece)
+
+    def put(self, key: bytes, transfer: bytes, *, offset: int, view: memoryview) -> None:
+        """Send ``view`` as the bytes from ``offset`` on; then the manager has them. Raises as :meth:`get`."""
+        unit = BulkUnit.make(key, UnitOp.PUT, transfer, offset=offset, length=len(view))
+        send_all(self.sock, memoryview(unit.encode()), deadline=self.deadline)
+        send_all(self.sock, view, deadline=self.deadline)
+        self._expect(0)
+
+    def _expect(self, num_bytes: int) -> None:
+        try:
+            answer = receive_answer(self.sock, deadline=self.deadline)
+        except RemoteProtocolError as error:
+            raise PoolUnavailable(str(error)) from error
+        if answer.status is not UnitStatus.OK or answer.length != num_bytes:
+            raise PoolUnavailable(f"the pool's manager answers a range with {answer.status.name.lower()}")
+
+    def cancel(self) -> BufferState:
+        """Give the range up; says whether anything may still write to its buffer."""
+        self.sock.close()
+        return BufferState.QUIET
