@@ -5,11 +5,12 @@ from __future__ import annotations
 from flare_cache.join_report import JoinReport, RankReport
 from flare_cache.record_group import LeaderGroup
 from flare_cli.config import RunConfig
-from flare_cli.snapshot import CacheSnapshot, JobSnapshot, TierSnapshot
+from flare_cli.snapshot import CacheSnapshot, JobSnapshot, PoolSnapshot, TierSnapshot
 from flare_cli.units import format_size
 
 __all__ = ["cache_facts", "cache_snapshot"]
 
+SHOWN_PENDING = 100
 
 _SURVIVES = {"process": "the death of any process", "power": "a power cut"}
 
@@ -33,6 +34,9 @@ def cache_facts(
         facts.append(("records", f"{report.num_kept} kept, {format_size(report.kept_bytes)}{_dropped(report)}"))
     if report.memory_limit_bytes:
         facts.append(("memory cache", f"{format_size(report.memory_limit_bytes)} a rank"))
+    if config.pool is not None:
+        how = "TLS" if config.pool.is_tls else "authenticated, not encrypted"
+        facts.append(("pool", f"{config.pool} ({how}); on when every rank has joined it, till then local tiers serve"))
     return tuple(facts)
 
 
@@ -56,7 +60,36 @@ def _dropped(report: JoinReport) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def cache_snapshot(leader: LeaderGroup) -> CacheSnapshot:
+def pool_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float) -> PoolSnapshot | None:
+    """The pool as rank zero sees it; ``now``: monotonic seconds."""
+    agent, tier = leader.pool, leader.store.pool
+    if agent is None or tier is None:
+        return None
+    status, found = agent.status, tier.statistics()
+    return PoolSnapshot(
+        url=str(config.pool),
+        state=str(status.state),
+        reasons={"all" if rank < 0 else str(rank): reason for rank, reason in sorted(status.reasons.items())},
+        state_seconds=now - status.since,
+        sessions=status.num_sessions,
+        records_in_pool=found.num_in_pool,
+        records_known=found.num_known,
+        pending=found.num_pending,
+        pending_bytes=found.pending_bytes,
+        pending_limit_bytes=found.limit_bytes,
+        pending_keys=tuple(key.hex() for key in tier.pending_keys()[:SHOWN_PENDING]),
+        backlog=found.num_backlog,
+        records_put=found.num_put,
+        dropped=dict(found.dropped),
+        lookups=found.num_lookups,
+        lookups_unanswered=found.num_unanswered,
+        restores_refused=found.rates.num_refused,
+        pool_bytes_per_second=found.rates.pool_bytes_per_second,
+        prefill_tokens_per_second=found.rates.prefill_tokens_per_second,
+    )
+
+
+def cache_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float) -> CacheSnapshot:
     """The record path now."""
     statistics = leader.store.statistics(
         num_jobs_waiting=leader.dispatcher.num_waiting, num_jobs_outstanding=leader.dispatcher.num_outstanding
@@ -98,4 +131,5 @@ def cache_snapshot(leader: LeaderGroup) -> CacheSnapshot:
         join=verdicts,
         num_jobs_waiting=statistics.num_jobs_waiting,
         num_jobs_outstanding=statistics.num_jobs_outstanding,
+        pool=pool_snapshot(leader, config, now=now),
     )

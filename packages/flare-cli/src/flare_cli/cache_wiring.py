@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from flare_cache.directory import RecordDirectory
 from flare_cache.disk_shelf import DEFAULT_PART_BYTES, DiskShelf, Durability, use_direct
@@ -38,6 +39,9 @@ from flare_core.ports import JobGate, PrefixStore
 from flare_core.prefix import Tier
 from flare_transport import Link, dial_link, open_link_listener
 from flare_transport.failpoint import failpoint
+
+if TYPE_CHECKING:
+    from flare_cli.pool_wiring import RankPool
 
 __all__ = ["Loss", "RankCache", "open_leader_cache", "open_peer_cache"]
 
@@ -116,8 +120,8 @@ def open_leader_cache(config: RunConfig, group: ControlGroup, model: RankModel, 
     cache.store, cache.gate = leader.store, leader.dispatcher
     cache.facts = cache_facts(config, leader.report, direct=parts.direct, least_bytes=parts.least_bytes)
     cache.row_interval_tokens = leader.store.record_tokens if parts.setup.geometry.row_bytes else 0
-    cache.snapshot = lambda: cache_snapshot(leader)
-    cache.close = lambda: _close_leader(leader, parts)
+    cache.snapshot = lambda: cache_snapshot(leader, config, now=time.monotonic())
+    cache.close = lambda: _close_leader(leader, parts, flush_seconds=config.pool_flush_timeout)
     return cache
 
 
@@ -154,7 +158,14 @@ def _unusable(config: RunConfig, error: OSError) -> UsageError:
 
 
 def _has_tiers(config: RunConfig) -> bool:
-    return config.prefix_cache_disk is not None or config.prefix_cache_memory > 0
+    return config.prefix_cache_disk is not None or _memory_bytes(config) > 0
+
+
+def _memory_bytes(config: RunConfig) -> int:
+    """Of the memory tier. A pool is put into from a tier: without one, from records in memory within its budget."""
+    if config.pool is not None and config.prefix_cache_disk is None:
+        return config.prefix_cache_memory or config.pool_pending
+    return config.prefix_cache_memory
 
 
 def _accept_links(group: ControlGroup) -> Mapping[int, Link]:
@@ -177,7 +188,7 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
         salt_key_id=salt_key_id(salt_key(config)),
         has_disk=config.prefix_cache_disk is not None,
         disk_limit_bytes=config.prefix_cache_disk_limit,
-        memory_bytes=config.prefix_cache_memory or None,
+        memory_bytes=_memory_bytes(config) or None,
         min_tail_tokens=config.prefix_cache_min_tail,
         durability=Durability(config.prefix_cache_durability),
         accept_loss=config.prefix_cache_accept_loss,
@@ -213,6 +224,12 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
             geometry=geometry, set_fingerprint=fingerprint, passage=passage, limit_bytes=settings.memory_bytes
         )
 
+    pool: RankPool | None = None
+    if config.pool is not None:
+        from flare_cli.pool_wiring import open_pool  # a rank without a pool starts quicker without it
+
+        pool = open_pool(config, model, shelves=shelves, passage=passage)
+
     def make_transport(on_result: Callable[[JobResult], None], on_fault: Callable[[str], None]) -> StagedTransport:
         return StagedTransport(
             geometry=geometry,
@@ -222,9 +239,17 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
             shelves=shelves,
             on_result=on_result,
             on_fault=on_fault,
+            pool=None if pool is None else pool.shelf,
+            num_pool_threads=0 if pool is None else pool.num_threads,
         )
 
-    setup = RankSetup(settings=settings, rank=config.rank, directory=directory, make_transport=make_transport)
+    setup = RankSetup(
+        settings=settings,
+        rank=config.rank,
+        directory=directory,
+        make_transport=make_transport,
+        pool=None if pool is None else pool.setup,
+    )
     return _Parts(setup, directory, direct, _least_record_bytes(identity), staging)
 
 
@@ -274,13 +299,24 @@ def _open_passage(model: RankModel, staging: contextlib.ExitStack, *, aligned: b
     return cuda
 
 
-def _close_leader(leader: LeaderGroup, parts: _Parts) -> None:
+def _close_leader(leader: LeaderGroup, parts: _Parts, *, flush_seconds: float) -> None:
     """Finish what is on its way, end the record links, write the hint for the next start, give the lock back."""
-    deadline = time.monotonic() + DRAIN_SECONDS
-    while not leader.store.is_idle and time.monotonic() < deadline:
+    _poll_until(leader, lambda: leader.store.is_idle, DRAIN_SECONDS)
+    pool = leader.store.pool
+    if pool is not None and pool.has_pending:
+        _LOG.info("putting %d pending records into the pool", pool.statistics().num_pending)
+        _poll_until(leader, lambda: not (pool.is_on and pool.has_pending), flush_seconds)
+        num_left = pool.statistics().num_pending
+        if num_left:
+            _LOG.warning("%d records have not reached the pool; those on disk are put after the next start", num_left)
+    _finish(leader.close, parts)
+
+
+def _poll_until(leader: LeaderGroup, condition: Callable[[], bool], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
         leader.store.poll()
         time.sleep(IDLE_POLL_SECONDS)
-    _finish(leader.close, parts)
 
 
 def _close_peer(peer: PeerGroup, parts: _Parts) -> None:

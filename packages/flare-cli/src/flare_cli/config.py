@@ -12,6 +12,7 @@ from typing import Literal
 
 import msgspec
 
+from flare_cache.pool.url import PoolUrl
 from flare_core.errors import UsageError
 
 __all__ = ["HostPort", "KvMemory", "RunConfig", "check_config", "decode_config", "encode_config", "is_loopback"]
@@ -75,6 +76,10 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_min_tail: int
     prefix_cache_salt_key_file: Path | None
     prefix_cache_accept_loss: bool
+    pool: PoolUrl | None
+    pool_key_file: Path | None
+    pool_pending: int
+    pool_flush_timeout: float
     api_key_file: Path | None
     admin_key_file: Path | None
     max_body: int
@@ -122,6 +127,7 @@ def check_config(config: RunConfig) -> RunConfig:
         raise UsageError(msg)
     _check_placement(config)
     _check_files(config)
+    _check_pool(config)
     return config
 
 
@@ -167,7 +173,7 @@ def _check_placement(config: RunConfig) -> None:
 
 
 def _check_files(config: RunConfig) -> None:
-    for name in ("key_file", "prefix_cache_salt_key_file", "api_key_file", "admin_key_file"):
+    for name in ("key_file", "prefix_cache_salt_key_file", "pool_key_file", "api_key_file", "admin_key_file"):
         path: Path | None = getattr(config, name)
         if path is not None and not path.is_file():
             msg = f"--{name.replace('_', '-')} {path}: no such file"
@@ -177,6 +183,15 @@ def _check_files(config: RunConfig) -> None:
             if getattr(config, name):
                 msg = f"--{name.replace('_', '-')} needs --prefix-cache-disk DIR"
                 raise UsageError(msg)
+
+
+def _check_pool(config: RunConfig) -> None:
+    if config.pool is None and config.pool_key_file is not None:
+        msg = f"--pool-key-file {config.pool_key_file} needs --pool URL"
+        raise UsageError(msg)
+    if config.pool is not None and config.pool_key_file is None:
+        msg = f"--pool {config.pool} needs --pool-key-file FILE: the key that 'flare pool serve' was started with"
+        raise UsageError(msg)
 
 
 def is_loopback(host: str) -> bool:

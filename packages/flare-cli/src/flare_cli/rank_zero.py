@@ -218,4 +218,6 @@ def equal_settings(config: RunConfig) -> dict[str, str]:
     settings = {f"--{name.replace('_', '-')}": str(getattr(config, name)) for name in names}
     settings["--prefix-cache-disk"] = "given" if config.prefix_cache_disk is not None else "absent"
     settings["--prefix-cache-memory"] = "given" if config.prefix_cache_memory else "absent"
+    settings["--pool"] = "absent" if config.pool is None else str(config.pool)
+    settings["--pool-pending"] = str(config.pool_pending)
     return settings

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from flare_cache.pool.url import parse_pool_url
 from flare_cli.config import DEFAULT_PAGE_TOKENS, HostPort, KvMemory
 from flare_cli.units import format_duration, format_size, parse_duration, parse_size
 from flare_core.errors import UsageError
@@ -138,6 +139,7 @@ _PLACE = "Place in the group"
 _SERVER = "Server"
 _ENGINE = "Engine"
 _CACHE = "Prefix cache"
+_POOL = "Pool"
 _LIMITS = "Limits"
 
 RUN_SETTINGS: tuple[Setting, ...] = (
@@ -190,6 +192,14 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("prefix_cache_min_tail", _CACHE, parse_int, 16, "N", "Do not store partial pages below N tokens."),
     Setting("prefix_cache_salt_key_file", _CACHE, _parse_path, None, "FILE", "Salt key, shared by instances."),
     Setting("prefix_cache_accept_loss", _CACHE, parse_switch, False, "", "Start though most records are lost."),
+    Setting("pool", _POOL, parse_pool_url, None, "URL", "Shared pool: selene://HOST:PORT or selenes:// (TLS)."),
+    Setting("pool_key_file", _POOL, _parse_path, None, "FILE", "The pool's key, made by 'flare key'; its manager's."),
+    Setting(
+        "pool_pending", _POOL, parse_size, 1 << 30, "SIZE", "Records to be put, per rank; more is dropped.", _show_size
+    ),
+    Setting(
+        "pool_flush_timeout", _POOL, parse_duration, 10.0, "TIME", "At SIGTERM, put what is pending.", _show_seconds
+    ),
     Setting("max_body", _LIMITS, parse_size, 8 << 20, "SIZE", "Largest request body.", _show_size),
     Setting("max_n", _LIMITS, parse_int, 16, "N", "Most choices of a request (prompts times n: 8 times that)."),
     Setting(

@@ -9,7 +9,7 @@ import msgspec
 
 from flare_core.engine.statistics import EngineSnapshot
 
-__all__ = ["CacheSnapshot", "ClusterSnapshot", "JobSnapshot", "RankSnapshot", "TierSnapshot"]
+__all__ = ["CacheSnapshot", "ClusterSnapshot", "JobSnapshot", "PoolSnapshot", "RankSnapshot", "TierSnapshot"]
 
 
 class TierSnapshot(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +45,37 @@ class JobSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int] = {}
 
 
+class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
+    """The pool as this group sees it. Bytes are those of the rank where they are most.
+
+    ``state``: off, joining or on, on every rank; ``reasons``: why it is off, by rank, "all" for everybody;
+    ``state_seconds``: since it came on or went off; ``sessions``: times that it came on. ``records_in_pool``: of the
+    tier that is put from; ``pending``: to be put, with ``pending_keys`` of the first of them; ``backlog``: found
+    missing in the pool, waiting for room among the pending; ``dropped``: never put, by reason. ``restores_refused``:
+    not worth it by the two rates, which are None until measured.
+    """
+
+    url: str
+    state: str
+    reasons: dict[str, str] = {}
+    state_seconds: float = 0.0
+    sessions: int = 0
+    records_in_pool: int = 0
+    records_known: int = 0
+    pending: int = 0
+    pending_bytes: int = 0
+    pending_limit_bytes: int = 0
+    pending_keys: tuple[str, ...] = ()
+    backlog: int = 0
+    records_put: int = 0
+    dropped: dict[str, int] = {}
+    lookups: int = 0
+    lookups_unanswered: int = 0
+    restores_refused: int = 0
+    pool_bytes_per_second: float | None = None
+    prefill_tokens_per_second: float | None = None
+
+
 class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     """The record path. ``stores_dropped`` by reason; ``join`` is the number of records found at start, by verdict."""
 
@@ -54,6 +85,7 @@ class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     join: dict[str, int] = {}
     num_jobs_waiting: int = 0
     num_jobs_outstanding: int = 0
+    pool: PoolSnapshot | None = None
 
 
 class RankSnapshot(msgspec.Struct, frozen=True, kw_only=True):

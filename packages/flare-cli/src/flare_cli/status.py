@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from flare_cli.snapshot import CacheSnapshot, ClusterSnapshot
+from flare_cli.snapshot import CacheSnapshot, ClusterSnapshot, PoolSnapshot
 from flare_cli.units import format_duration, format_size
 from flare_core.errors import FlareError, UsageError
 
@@ -94,7 +94,28 @@ def _print_cache(console: Console, cache: CacheSnapshot) -> None:
         counts = (tier.records_stored, tier.records_evicted, tier.records_failed)
         table.add_row(tier.tier, str(tier.num_records), used, limit, *map(str, counts))
     console.print(table)
+    if cache.pool is not None:
+        _print_pool(console, cache.pool)
     for tier in cache.tiers:
         for what, reason in (("stores", tier.stores_stopped), ("reads", tier.reads_stopped)):
             if reason is not None:
                 console.print(f"[bold red]{tier.tier}: no {what}[/], {escape(reason)}")
+
+
+def _print_pool(console: Console, pool: PoolSnapshot) -> None:
+    colour = "green" if pool.state == "on" else "bold red"
+    lasting = format_duration(round(pool.state_seconds))
+    console.print(f"pool      {pool.url} [{colour}]{pool.state}[/] for {lasting}, {pool.records_in_pool} records in it")
+    for rank, reason in pool.reasons.items():
+        console.print(f"          {'every rank' if rank == 'all' else f'rank {rank}'}: {escape(reason)}")
+    used, limit = format_size(pool.pending_bytes), format_size(pool.pending_limit_bytes)
+    dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(pool.dropped.items()) if count)
+    console.print(
+        f"puts      {pool.pending + pool.backlog} pending ({used} of {limit}), {pool.records_put} put, "
+        f"{dropped or 'none'} dropped"
+    )
+    if pool.pool_bytes_per_second is not None and pool.prefill_tokens_per_second is not None:
+        console.print(
+            f"rates     {format_size(round(pool.pool_bytes_per_second))}/s from the pool, "
+            f"{pool.prefill_tokens_per_second:.0f} tokens/s prefill, {pool.restores_refused} restores not worth it"
+        )

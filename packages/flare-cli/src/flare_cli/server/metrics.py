@@ -17,7 +17,7 @@ from prometheus_client.metrics_core import (
 )
 
 from flare_cache.job_times import BUCKET_SECONDS
-from flare_cli.snapshot import CacheSnapshot, ClusterSnapshot
+from flare_cli.snapshot import CacheSnapshot, ClusterSnapshot, PoolSnapshot
 from flare_core.engine.statistics import EngineSnapshot, HistogramSnapshot
 from flare_core.metrics import LATENCY_BOUNDS_SECONDS, METRICS, MetricKind, MetricSpec
 
@@ -111,6 +111,8 @@ def _cache(cache: CacheSnapshot) -> Iterator[Metric]:
     yield _family("flare_cache_join_records", (((verdict,), count) for verdict, count in cache.join.items()))
     yield _family("flare_cache_stores_stopped", (((tier.tier,), tier.stores_stopped is not None) for tier in tiers))
     yield _family("flare_cache_reads_stopped", (((tier.tier,), tier.reads_stopped is not None) for tier in tiers))
+    if cache.pool is not None:
+        yield from _pool(cache.pool)
     dropped = cache.stores_dropped
     yield _family("flare_cache_dropped_stores_total", (((reason,), count) for reason, count in dropped.items()))
     seconds = HistogramMetricFamily(
@@ -123,6 +125,26 @@ def _cache(cache: CacheSnapshot) -> Iterator[Metric]:
         failures += [((*labels, reason), count) for reason, count in job.failures.items()]
     yield seconds
     yield _family("flare_cache_job_failures_total", failures)
+
+
+def _pool(pool: PoolSnapshot) -> Iterator[Metric]:
+    values: dict[str, float | None] = {
+        "flare_pool_on": float(pool.state == "on"),
+        "flare_pool_sessions_total": pool.sessions,
+        "flare_pool_lookups_total": pool.lookups,
+        "flare_pool_unanswered_lookups_total": pool.lookups_unanswered,
+        "flare_pool_refused_restores_total": pool.restores_refused,
+        "flare_pool_pending_records": pool.pending + pool.backlog,
+        "flare_pool_pending_bytes": pool.pending_bytes,
+        "flare_pool_put_records_total": pool.records_put,
+        "flare_pool_restore_bytes_per_second": pool.pool_bytes_per_second,
+        "flare_pool_prefill_tokens_per_second": pool.prefill_tokens_per_second,
+    }
+    for name, value in values.items():
+        if value is not None:
+            yield _family(name, [((), value)])
+    yield _family("flare_pool_off_reasons", (((rank, reason), 1) for rank, reason in pool.reasons.items()))
+    yield _family("flare_pool_dropped_records_total", (((reason,), n) for reason, n in pool.dropped.items()))
 
 
 def _family(name: str, values: Labelled) -> Metric:
