@@ -46,13 +46,14 @@ class ApiLink:
         self._inbox: Inbox | None = None
         self._early: list[bytes] = []
         self._num_queries = 0
+        self._wants_records = False
 
     def start(self) -> None:
         """Start receiving."""
         router = Router()
         router.route(CONFIGURATION, lambda _, payload: self._config.put(decode_config(bytes(payload))))
         router.route(COMMANDS, lambda _, payload: self._take_commands(bytes(payload)))
-        router.route(SNAPSHOT_QUERY, lambda _, __: self._take_query())
+        router.route(SNAPSHOT_QUERY, lambda _, payload: self._take_query(with_records=bool(payload)))
         router.route(ABANDON, lambda _, __: self._on_abandon())
         router.on_end(self._take_end)
         self._link.start(router, pulse=lambda: b"")
@@ -88,11 +89,14 @@ class ApiLink:
         """Report a stage of the start."""
         self.notify(Stage(text, num_done, total))
 
-    def answer_queries(self, snapshot: Callable[[], ClusterSnapshot]) -> None:
-        """Answer what was asked since the last call; called by the engine thread between steps."""
+    def answer_queries(self, snapshot: Callable[[bool], ClusterSnapshot]) -> None:
+        """Answer what was asked since the last call; called by the engine thread between steps.
+
+        ``snapshot`` is told whether every record's state in the pool was asked for.
+        """
         if self._num_queries:
-            self._num_queries = 0
-            self.notify(SnapshotReply(snapshot()))
+            self._num_queries, with_records, self._wants_records = 0, self._wants_records, False
+            self.notify(SnapshotReply(snapshot(with_records), with_records))
 
     def close(self) -> None:
         """Part in order: what was sent arrives, then the API process sees the end. Blocks up to 5 s."""
@@ -106,7 +110,8 @@ class ApiLink:
             else:
                 self._inbox.put(decode_commands(data))
 
-    def _take_query(self) -> None:
+    def _take_query(self, *, with_records: bool) -> None:
+        self._wants_records = self._wants_records or with_records
         self._num_queries += 1
         with self._lock:
             if self._inbox is not None:

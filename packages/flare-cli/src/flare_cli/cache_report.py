@@ -60,7 +60,7 @@ def _dropped(report: JoinReport) -> str:
     return f" ({'; '.join(notes)})" if notes else ""
 
 
-def pool_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float) -> PoolSnapshot | None:
+def pool_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float, with_records: bool) -> PoolSnapshot | None:
     """The pool as rank zero sees it; ``now``: monotonic seconds."""
     agent, tier = leader.pool, leader.store.pool
     if agent is None or tier is None:
@@ -86,10 +86,11 @@ def pool_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float) -> Pool
         restores_refused=found.rates.num_refused,
         pool_bytes_per_second=found.rates.pool_bytes_per_second,
         prefill_tokens_per_second=found.rates.prefill_tokens_per_second,
+        records=tier.record_states() if with_records else None,
     )
 
 
-def cache_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float) -> CacheSnapshot:
+def cache_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float, with_records: bool = False) -> CacheSnapshot:
     """The record path now."""
     statistics = leader.store.statistics(
         num_jobs_waiting=leader.dispatcher.num_waiting, num_jobs_outstanding=leader.dispatcher.num_outstanding
@@ -131,5 +132,5 @@ def cache_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float) -> Cac
         join=verdicts,
         num_jobs_waiting=statistics.num_jobs_waiting,
         num_jobs_outstanding=statistics.num_jobs_outstanding,
-        pool=pool_snapshot(leader, config, now=now),
+        pool=pool_snapshot(leader, config, now=now, with_records=with_records),
     )

@@ -62,14 +62,15 @@ def _nothing() -> None:
 class RankCache:
     """What the engine and the rank's life need of a cache.
 
-    ``row_interval_tokens``: models with rows keep one at least so often. ``wake`` is called when the store has events.
+    ``snapshot`` is told whether every record's state in the pool is wanted. ``row_interval_tokens``: models with rows
+    keep one at least so often. ``wake`` is called when the store has events.
     """
 
     store: PrefixStore | None = None
     gate: JobGate = field(default_factory=NoGate)
     facts: tuple[tuple[str, str], ...] = ()
     row_interval_tokens: int = 0
-    snapshot: Callable[[], CacheSnapshot | None] = lambda: None
+    snapshot: Callable[[bool], CacheSnapshot | None] = lambda _: None
     close: Callable[[], None] = _nothing
     wake: Callable[[], None] = _nothing
 
@@ -120,7 +121,9 @@ def open_leader_cache(config: RunConfig, group: ControlGroup, model: RankModel, 
     cache.store, cache.gate = leader.store, leader.dispatcher
     cache.facts = cache_facts(config, leader.report, direct=parts.direct, least_bytes=parts.least_bytes)
     cache.row_interval_tokens = leader.store.record_tokens if parts.setup.geometry.row_bytes else 0
-    cache.snapshot = lambda: cache_snapshot(leader, config, now=time.monotonic())
+    cache.snapshot = lambda with_records: cache_snapshot(
+        leader, config, now=time.monotonic(), with_records=with_records
+    )
     cache.close = lambda: _close_leader(leader, parts, flush_seconds=config.pool_flush_timeout)
     return cache
 

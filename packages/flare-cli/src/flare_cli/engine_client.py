@@ -49,6 +49,7 @@ from flare_transport import EndCause, Link, LinkEnd, LinkLost, LocalProtocolErro
 __all__ = ["EngineClient"]
 
 SNAPSHOT_SECONDS = 1.0
+RECORDS_SECONDS = 10.0
 RESET_SECONDS = 30.0
 STARTING = ClusterSnapshot(state="starting")
 
@@ -80,6 +81,7 @@ class EngineClient:
     _ids: itertools.count[int] = field(default_factory=itertools.count)
     _last_snapshot: ClusterSnapshot = STARTING
     _snapshot_waiters: list[asyncio.Future[ClusterSnapshot]] = field(default_factory=list)
+    _record_waiters: list[asyncio.Future[ClusterSnapshot]] = field(default_factory=list)
     _resets: dict[str, asyncio.Future[str | None]] = field(default_factory=dict)
     _lost_detail: str | None = None
     _poisoned: dict[str, int] = field(default_factory=lambda: dict.fromkeys(map(str, PoisonReason), 0))
@@ -142,19 +144,20 @@ class EngineClient:
         """Outputs that have not ended."""
         return len(self._pending)
 
-    async def snapshot(self) -> ClusterSnapshot:
+    async def snapshot(self, *, with_records: bool = False) -> ClusterSnapshot:
         """See ``Engine.snapshot``."""
         if self.state not in {EngineState.READY, EngineState.DRAINING}:
             return self._stamped(self._last_snapshot)
         waiter: asyncio.Future[ClusterSnapshot] = self.loop.create_future()
-        self._snapshot_waiters.append(waiter)
+        waiters = self._record_waiters if with_records else self._snapshot_waiters
+        waiters.append(waiter)
         try:
-            if len(self._snapshot_waiters) == 1:
-                self.link.send(SNAPSHOT_QUERY)
-            async with asyncio.timeout(SNAPSHOT_SECONDS):
+            if len(waiters) == 1:
+                self.link.send(SNAPSHOT_QUERY, b"\1" if with_records else b"")
+            async with asyncio.timeout(RECORDS_SECONDS if with_records else SNAPSHOT_SECONDS):
                 return self._stamped(await waiter)
         except (TimeoutError, LinkLost, QueueFull):
-            self._snapshot_waiters.clear()
+            waiters.clear()
             return self._stamped(self._last_snapshot)
 
     async def reset(self, tier: Tier) -> None:
@@ -226,9 +229,12 @@ class EngineClient:
             case WorkerLost(message):
                 self._lost_detail = message
                 self._lose(message)
-            case SnapshotReply(snapshot):
+            case SnapshotReply(snapshot, with_records):
                 self._last_snapshot = snapshot
                 waiters, self._snapshot_waiters = self._snapshot_waiters, []
+                if with_records:
+                    waiters += self._record_waiters
+                    self._record_waiters = []
                 for waiter in waiters:
                     if not waiter.done():
                         waiter.set_result(snapshot)

@@ -83,7 +83,7 @@ class RankZero:
         self._engine = self._make_engine(self._model, self._cache)
         self._cache.wake = self._engine.inbox.wake
         self._api.attach(self._engine.inbox)
-        self._api.notify(SnapshotReply(self._snapshot()))
+        self._api.notify(SnapshotReply(self._snapshot(False)))
         self._api.notify(
             Ready(
                 vocab_size=self._model.vocab_size,
@@ -180,7 +180,7 @@ class RankZero:
         peers = ", ".join(f"rank {rank} at {view.address}" for rank, view in sorted(group.views.items()))
         return [("ranks", f"{group.world_size}: this one, {peers}")]
 
-    def _snapshot(self) -> ClusterSnapshot:
+    def _snapshot(self, with_records: bool) -> ClusterSnapshot:
         engine, model, group = self._engine, self._model, self._group
         if engine is None or model is None or group is None:
             return ClusterSnapshot(state="starting")
@@ -200,7 +200,7 @@ class RankZero:
             num_pages=model.num_pages,
             uptime_seconds=now - self._started_at,
             engine=snapshot,
-            cache=None if self._cache is None else self._cache.snapshot(),
+            cache=None if self._cache is None else self._cache.snapshot(with_records),
             ranks=tuple(ranks),
         )
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -19,20 +19,35 @@ from flare_cache.inspect import (
     remove_records,
     verify_records,
 )
+from flare_cli.status import fetch_snapshot
 from flare_cli.units import format_size
+from flare_core.errors import UsageError
 
-__all__ = ["print_listing", "print_record", "remove", "verify_directory"]
+__all__ = ["pool_states", "print_listing", "print_record", "remove", "verify_directory"]
 
 SHOWN_KEY = 16
 SHOWN_TOKENS = 16
 
 
-def print_listing(path: Path, *, as_json: bool) -> None:
-    """List a directory; raises ``UsageError``."""
+def pool_states(url: str, key_file: str | None) -> Mapping[str, str]:
+    """What the pool has of the records of the server at ``url``, by key. Raises as ``fetch_snapshot``."""
+    snapshot, _ = fetch_snapshot(url, key_file, with_records=True)
+    pool = None if snapshot.cache is None else snapshot.cache.pool
+    if pool is None or pool.records is None:
+        msg = f"--url {url}: that server was started without --pool"
+        raise UsageError(msg)
+    return pool.records
+
+
+def print_listing(path: Path, *, as_json: bool, pool: Mapping[str, str] | None = None) -> None:
+    """List a directory; ``pool``: what the pool has, by key. Raises ``UsageError``."""
     listing = list_records(path)
     if as_json:
         for record in listing.records:
-            sys.stdout.write(msgspec.json.encode(_fields(record)).decode() + "\n")
+            fields = _fields(record)
+            if pool is not None:
+                fields["pool"] = pool.get(record.header.identity.key.hex())
+            sys.stdout.write(msgspec.json.encode(fields).decode() + "\n")
         for file in listing.unusable:
             broken = {"name": file.name, "size": file.size, "problem": str(file.problem), "reason": file.reason}
             sys.stdout.write(msgspec.json.encode(broken).decode() + "\n")
@@ -40,7 +55,7 @@ def print_listing(path: Path, *, as_json: bool) -> None:
     console = Console(highlight=False)
     _print_head(console, listing)
     if listing.records:
-        table = Table("record", "tokens", "pages", "tail", "row", "size")
+        table = Table("record", "tokens", "pages", "tail", "row", "size", *(() if pool is None else ("pool",)))
         for record in listing.records:
             identity = record.header.identity
             indent = "  " * record.depth + ("? " if record.orphan else "")
@@ -51,6 +66,7 @@ def print_listing(path: Path, *, as_json: bool) -> None:
                 str(identity.tail_tokens) if record.has_tail else "-",
                 "yes" if record.has_row else "-",
                 format_size(record.size),
+                *(() if pool is None else (pool.get(identity.key.hex(), "-"),)),
             )
         console.print(table)
     for file in listing.unusable:

@@ -52,7 +52,8 @@ class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     ``state_seconds``: since it came on or went off; ``sessions``: times that it came on. ``records_in_pool``: of the
     tier that is put from; ``pending``: to be put, with ``pending_keys`` of the first of them; ``backlog``: found
     missing in the pool, waiting for room among the pending; ``dropped``: never put, by reason. ``restores_refused``:
-    not worth it by the two rates, which are None until measured.
+    not worth it by the two rates, which are None until measured. ``records``, where asked for: "in-pool", "pending" or
+    "absent" by key, of the tier that is put from.
     """
 
     url: str
@@ -74,6 +75,7 @@ class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     restores_refused: int = 0
     pool_bytes_per_second: float | None = None
     prefill_tokens_per_second: float | None = None
+    records: dict[str, str] | None = None
 
 
 class CacheSnapshot(msgspec.Struct, frozen=True, kw_only=True):

@@ -20,8 +20,8 @@ __all__ = ["fetch_snapshot", "print_snapshot"]
 TIMEOUT_SECONDS = 5.0
 
 
-def fetch_snapshot(url: str, key_file: str | None) -> tuple[ClusterSnapshot, str]:
-    """The snapshot, and its JSON as sent. Blocks up to 5 s.
+def fetch_snapshot(url: str, key_file: str | None, *, with_records: bool = False) -> tuple[ClusterSnapshot, str]:
+    """The snapshot, and its JSON as sent; ``with_records``: with every record's state in the pool. Blocks up to 5 s.
 
     Raises:
         UsageError: not an http URL, or an unreadable key file. FlareError: nobody answers, or not with a snapshot.
@@ -39,7 +39,7 @@ def fetch_snapshot(url: str, key_file: str | None) -> tuple[ClusterSnapshot, str
             raise UsageError(msg) from None
     connection = http.client.HTTPConnection(parts.hostname, parts.port or 80, timeout=TIMEOUT_SECONDS)
     try:
-        connection.request("GET", "/v1/cluster", headers=headers)
+        connection.request("GET", "/v1/cluster?records=1" if with_records else "/v1/cluster", headers=headers)
         response = connection.getresponse()
         data = response.read(16 << 20)
     except (OSError, http.client.HTTPException) as error:

@@ -33,7 +33,8 @@ __all__ = [
 
 CONFIGURATION = FrameType(FIRST_CONSUMER_CODE, "CONFIGURATION", 1 << 20)
 COMMANDS = FrameType(FIRST_CONSUMER_CODE + 1, "COMMANDS", 64 << 20)
-SNAPSHOT_QUERY = FrameType(FIRST_CONSUMER_CODE + 2, "SNAPSHOT_QUERY", 0)
+SNAPSHOT_QUERY = FrameType(FIRST_CONSUMER_CODE + 2, "SNAPSHOT_QUERY", 1)
+"""With any payload: with every record's state in the pool, too."""
 EVENTS = FrameType(FIRST_CONSUMER_CODE + 3, "EVENTS", 64 << 20)
 NOTICE = FrameType(FIRST_CONSUMER_CODE + 4, "NOTICE", 16 << 20)
 ABANDON = FrameType(FIRST_CONSUMER_CODE + 5, "ABANDON", 0)
@@ -89,9 +90,10 @@ class DrainAsked(msgspec.Struct, frozen=True, tag="drain_asked"):
 
 
 class SnapshotReply(msgspec.Struct, frozen=True, tag="snapshot"):
-    """Answer to a query."""
+    """Answer to a query; ``with_records``: to one that asked for every record's state in the pool."""
 
     snapshot: ClusterSnapshot
+    with_records: bool = False
 
 
 Notice = Stage | Ready | StartFailed | WorkerLost | DrainAsked | SnapshotReply

@@ -89,7 +89,7 @@ class ScriptedEngine:
     def cancel(self, request_id: str) -> None:
         self.cancelled.append(request_id)
 
-    async def snapshot(self) -> ClusterSnapshot:
+    async def snapshot(self, *, with_records: bool = False) -> ClusterSnapshot:
         return ClusterSnapshot(state=str(self.state), model="bytes")
 
     async def reset(self, tier: Tier) -> None:

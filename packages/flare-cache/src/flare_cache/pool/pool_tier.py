@@ -279,6 +279,15 @@ class PoolTier:
             rates=self.break_even.rates,
         )
 
+    def record_states(self) -> dict[str, str]:
+        """ "in-pool", "pending" or "absent" for each stored record of the source tier, by key in hex. O(records)."""
+        outbox = self._puts.outbox
+        return {
+            record.key.hex(): "in-pool" if record.in_pool else "pending" if record.key in outbox else "absent"
+            for record in self._source.index.records()
+            if record.is_stored
+        }
+
     def pending_keys(self) -> list[bytes]:
         """Keys of the records that are to be put."""
         return self._puts.outbox.keys()

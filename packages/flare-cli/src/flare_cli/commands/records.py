@@ -20,11 +20,14 @@ def records() -> None:
 @records.command("ls")
 @DIRECTORY
 @click.option("--json", "as_json", is_flag=True, help="As JSON, one record a line.")
-def list_(directory: str, as_json: bool) -> int:
+@click.option("--url", metavar="URL", help="Ask the running server there what the pool has of them.")
+@click.option("--key-file", metavar="FILE", help="API or admin key, for servers on other hosts.")
+def list_(directory: str, as_json: bool, url: str | None, key_file: str | None) -> int:
     """List the records in DIR, children below their parents."""
-    from flare_cli.show_records import print_listing
+    from flare_cli.show_records import pool_states, print_listing
 
-    print_listing(Path(directory), as_json=as_json)
+    states = None if url is None else pool_states(url, key_file)
+    print_listing(Path(directory), as_json=as_json, pool=states)
     return 0
 
 

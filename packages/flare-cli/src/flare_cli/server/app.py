@@ -201,10 +201,10 @@ async def metrics(request: Request) -> ASGIApp:
 
 
 async def cluster(request: Request) -> ASGIApp:
-    """``GET /v1/cluster``."""
+    """``GET /v1/cluster``; ``?records=1``: with what the pool has of every record."""
     service = service_of(request)
     service.require_observer(request)
-    return _json(await service.engine.snapshot())
+    return _json(await service.engine.snapshot(with_records=request.query_params.get("records") == "1"))
 
 
 async def cache_reset(request: Request) -> ASGIApp:

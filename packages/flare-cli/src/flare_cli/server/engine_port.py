@@ -113,7 +113,7 @@ class Engine(Protocol):
         """Give an output up; no event of it is put any more. An id that has finished is ignored."""
         ...
 
-    async def snapshot(self) -> ClusterSnapshot:
+    async def snapshot(self, *, with_records: bool = False) -> ClusterSnapshot:
         """The cluster as it is now; the last known one where the worker does not answer in a second."""
         ...
 

@@ -64,8 +64,9 @@ class StubEngine:
     def cancel(self, request_id: str) -> None:
         """It has ended already."""
 
-    async def snapshot(self) -> ClusterSnapshot:
+    async def snapshot(self, *, with_records: bool = False) -> ClusterSnapshot:
         """Nothing but the state."""
+        del with_records
         return ClusterSnapshot(state=str(self.state), model="bytes")
 
     async def reset(self, tier: Tier) -> None:
