@@ -16,6 +16,7 @@ from flare_cache.jobs import Job, JobOp, JobResult, JobStatus, RecordIdentity, S
 from flare_cache.join_messages import CHUNK_RECORDS, JoinMessage, decode_message, encode_message
 from flare_cache.join_report import JoinReport, RankReport
 from flare_cache.join_set import Summary, Verdict, kept_digest
+from flare_cache.pool.agreement_messages import PoolMessage
 from flare_cache.record_link import Ack, JobFrame, Progress, Started
 from flare_cache.record_table import KEEP_ROW, KEEP_TAIL
 from flare_cache.settings import Statement
@@ -85,6 +86,14 @@ def test_every_join_message_is_listed_with_its_tag_and_fields() -> None:
     assert [[tag, name, fields] for tag, name, _, fields in tables("Join")[0]] == declared
     assert f"at most {CHUNK_RECORDS} records" in DOCUMENT
     assert {name for name in join_messages.__all__ if name[0].isupper()} >= {one.__name__ for one in MESSAGES}
+
+
+def test_every_message_about_the_pool_is_listed_with_its_tag_and_fields() -> None:
+    declared = [
+        [str(one.__struct_config__.tag), one.__name__, ", ".join(one.__struct_fields__)]
+        for one in typing.get_args(PoolMessage)
+    ]
+    assert [row[:3] for row in tables("Pool agreement")[0]] == declared
 
 
 def test_a_message_is_its_tag_and_then_its_fields() -> None:
