@@ -172,17 +172,33 @@ def test_without_a_sound_answer_nothing_more_is_asked_and_nothing_is_taken_for_m
 
 def test_a_restore_is_refused_when_computing_is_quicker_and_tried_again_now_and_then() -> None:
     rates = BreakEven()
-    restore = {"num_tokens": 1000, "num_bytes": 10_000_000, "num_jobs": 1}
+    restore = {"num_tokens": 1000, "num_bytes": 100_000_000}
     assert rates.is_worth(**restore, now=0.0)
     rates.prefilled(1000, 1.0)
     assert rates.is_worth(**restore, now=0.0)
-    rates.fetched(1_000_000, 1.0)
+    rates.fetched(10_000_000, 1.0)
     # 10 s against 1 s: once as a probe, then not until its time has come again.
     assert [rates.is_worth(**restore, now=now) for now in (1.0, 2.0, 30.0, 32.0)] == [True, False, False, True]
     assert rates.rates.num_refused == 2
     for _ in range(40):
         rates.fetched(1_000_000_000, 1.0)
     assert rates.is_worth(**restore, now=33.0)
+
+
+def test_small_restores_tell_of_the_latency_and_say_nothing_of_the_rate() -> None:
+    rates = BreakEven()
+    rates.prefilled(1000, 1.0)
+    rates.fetched(50_000, 0.02)
+    assert rates.rates.pool_bytes_per_second is None
+    assert rates.is_worth(num_tokens=1000, num_bytes=1 << 40, now=0.0)
+    assert [rates.is_worth(num_tokens=10, num_bytes=1, now=now) for now in (1.0, 2.0)] == [True, False]
+
+
+def test_who_always_wants_to_restore_does() -> None:
+    rates = BreakEven(is_always=True)
+    rates.prefilled(1000, 0.001)
+    rates.fetched(50_000, 10.0)
+    assert all(rates.is_worth(num_tokens=1, num_bytes=50_000, now=float(now)) for now in range(3))
 
 
 @pytest.mark.parametrize(

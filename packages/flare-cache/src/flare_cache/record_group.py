@@ -249,7 +249,7 @@ def start_leader(
 def _start_pool(
     setup: PoolSetup, agent: LeaderPoolAgent, store: TierStore, *, world_size: int, wake: Callable[[], None]
 ) -> None:
-    tier = store.open_pool(PoolTierSettings(world_size, setup.pending_bytes, wake))
+    tier = store.open_pool(PoolTierSettings(world_size, setup.pending_bytes, wake, setup.is_always_worth))
     agent.start(new_agent(setup, 0, say=lambda message: agent.heard(0, message), switches=[tier]))
 
 

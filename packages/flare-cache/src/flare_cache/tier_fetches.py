@@ -235,10 +235,10 @@ class TierFetches:
             tokens[segment.tier] = tokens.get(segment.tier, 0) + segment.num_tokens
         for tier, num_tokens in tokens.items():
             self._counters.hit_tokens[tier] += num_tokens
-        if whole:
-            seconds = self._clock() - fetch.began_at
+        if whole and len(fetch.num_bytes) == 1:
+            # Of a mixture nobody knows which tier took the time.
             for tier, num_bytes in fetch.num_bytes.items():
-                self._sources[tier].restored(num_bytes, seconds)
+                self._sources[tier].restored(num_bytes, self._clock() - fetch.began_at)
         num_tokens = fetch.num_device_tokens + sum(tokens.values())
         is_row_restored = whole and any(segment.with_row for segment in fetch.segments)
         self._events.append(FetchFinished(fetch.ticket, num_tokens, tokens, is_row_restored, tuple(fetch.jobs)))

@@ -53,11 +53,13 @@ class PoolTierSettings:
         world_size: ranks of this group: what a record of the pool must have shards for.
         pending_bytes: records to be put, on the largest rank.
         wake: the engine is to poll; any thread, must not block.
+        is_always_worth: restore, even where computing is quicker.
     """
 
     world_size: int
     pending_bytes: int
     wake: Callable[[], None]
+    is_always_worth: bool = False
 
 
 @dataclass(slots=True)
@@ -151,6 +153,7 @@ class TierStore:
             jobs=self._jobs,
             tags=self._tags,
             wake=settings.wake,
+            is_always_worth=settings.is_always_worth,
         )
         source.tell_stored(pool.stored)
         self._pool = pool

@@ -84,6 +84,7 @@ def pool_snapshot(leader: LeaderGroup, config: RunConfig, *, now: float, with_re
         lookups=found.num_lookups,
         lookups_unanswered=found.num_unanswered,
         restores_refused=found.rates.num_refused,
+        pool_latency_seconds=found.rates.pool_seconds,
         pool_bytes_per_second=found.rates.pool_bytes_per_second,
         prefill_tokens_per_second=found.rates.prefill_tokens_per_second,
         records=tier.record_states() if with_records else None,

@@ -78,6 +78,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     prefix_cache_accept_loss: bool
     pool: PoolUrl | None
     pool_key_file: Path | None
+    pool_restore: Literal["auto", "always"]
     pool_pending: int
     pool_flush_timeout: float
     api_key_file: Path | None

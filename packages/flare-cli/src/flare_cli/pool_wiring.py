@@ -121,6 +121,7 @@ def open_pool(config: RunConfig, model: RankModel, *, shelves: Mapping[Tier, She
         settings=_settings_digest(config, namespace_id(fingerprint, salt_id)),
         shelf=_ShelfSwitch(shelf),
         pending_bytes=config.pool_pending,
+        is_always_worth=config.pool_restore == "always",
     )
     return RankPool(setup, shelf)
 

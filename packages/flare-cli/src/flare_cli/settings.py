@@ -194,6 +194,7 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("prefix_cache_accept_loss", _CACHE, parse_switch, False, "", "Start though most records are lost."),
     Setting("pool", _POOL, parse_pool_url, None, "URL", "Shared pool: selene://HOST:PORT or selenes:// (TLS)."),
     Setting("pool_key_file", _POOL, _parse_path, None, "FILE", "The pool's key, made by 'flare key'; its manager's."),
+    Setting("pool_restore", _POOL, _one_of("auto", "always"), "auto", "WHEN", "auto: where quicker than computing."),
     Setting(
         "pool_pending", _POOL, parse_size, 1 << 30, "SIZE", "Records to be put, per rank; more is dropped.", _show_size
     ),

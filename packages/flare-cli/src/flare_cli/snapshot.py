@@ -52,8 +52,8 @@ class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     ``state_seconds``: since it came on or went off; ``sessions``: times that it came on. ``records_in_pool``: of the
     tier that is put from; ``pending``: to be put, with ``pending_keys`` of the first of them; ``backlog``: found
     missing in the pool, waiting for room among the pending; ``dropped``: never put, by reason. ``restores_refused``:
-    not worth it by the two rates, which are None until measured. ``records``, where asked for: "in-pool", "pending" or
-    "absent" by key, of the tier that is put from.
+    not worth it by latency and rates, which are None until measured. ``records``, where asked for: "in-pool", "pending"
+    or "absent" by key, of the tier that is put from.
     """
 
     url: str
@@ -73,6 +73,7 @@ class PoolSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     lookups: int = 0
     lookups_unanswered: int = 0
     restores_refused: int = 0
+    pool_latency_seconds: float | None = None
     pool_bytes_per_second: float | None = None
     prefill_tokens_per_second: float | None = None
     records: dict[str, str] | None = None

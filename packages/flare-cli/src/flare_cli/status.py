@@ -114,8 +114,10 @@ def _print_pool(console: Console, pool: PoolSnapshot) -> None:
         f"puts      {pool.pending + pool.backlog} pending ({used} of {limit}), {pool.records_put} put, "
         f"{dropped or 'none'} dropped"
     )
-    if pool.pool_bytes_per_second is not None and pool.prefill_tokens_per_second is not None:
-        console.print(
-            f"rates     {format_size(round(pool.pool_bytes_per_second))}/s from the pool, "
-            f"{pool.prefill_tokens_per_second:.0f} tokens/s prefill, {pool.restores_refused} restores not worth it"
-        )
+    rates = [
+        None if pool.pool_latency_seconds is None else f"{1000 * pool.pool_latency_seconds:.1f} ms to the pool",
+        None if pool.pool_bytes_per_second is None else f"{format_size(round(pool.pool_bytes_per_second))}/s from it",
+        None if pool.prefill_tokens_per_second is None else f"{pool.prefill_tokens_per_second:.0f} tokens/s prefill",
+    ]
+    shown = ", ".join(rate for rate in rates if rate is not None) or "not measured yet"
+    console.print(f"rates     {shown}; {pool.restores_refused} restores not worth it")

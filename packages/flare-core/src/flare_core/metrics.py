@@ -71,6 +71,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("flare_pool_pending_bytes", _G, "Their bytes on the largest rank."),
     MetricSpec("flare_pool_put_records_total", _C, "Records put into the pool and committed."),
     MetricSpec("flare_pool_dropped_records_total", _C, "Records that were never put, by reason.", ("reason",)),
+    MetricSpec("flare_pool_latency_seconds", _G, "Of small restores from the pool, on the slowest rank."),
     MetricSpec("flare_pool_restore_bytes_per_second", _G, "Of restores from the pool, on the slowest rank."),
     MetricSpec("flare_pool_prefill_tokens_per_second", _G, "Of prefill, which a restore is held against."),
     MetricSpec("flare_poisoned_total", _C, "Times that the group was given up while it served.", ("reason",)),

@@ -1,7 +1,8 @@
 """Whether a restore from the pool is quicker than computing the same tokens, by what was measured. Pure.
 
-The pool's rate is that of the slowest rank; the other side is the prefill. Until both are known a restore is tried, and
-one that seemed not worth it is tried again now and then, as either side may have changed.
+A restore takes a latency and its bytes at a rate, both of the slowest rank; the other side is the prefill. Small
+restores tell of the latency, large ones of the rate. Until a side is known a restore is tried, and one that seemed not
+worth it is tried again now and then, as either side may have changed.
 """
 
 from __future__ import annotations
@@ -11,16 +12,16 @@ from dataclasses import dataclass
 __all__ = ["BreakEven", "Rates"]
 
 _WEIGHT = 0.3
-"""Of the newest measurement in a rate."""
+"""Of the newest measurement."""
 _PROBE_SECONDS = 30.0
-_OVERHEAD_SECONDS = 0.002
-"""Of a job, beside its bytes: two trips on record links and one to the manager."""
+_LARGE_BYTES = 4 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """None: not measured yet. ``pool_bytes_per_second``: the slowest rank's; ``num_refused``: restores not worth it."""
+    """None: not measured yet. The pool's are the slowest rank's; ``num_refused``: restores that were not worth it."""
 
+    pool_seconds: float | None
     pool_bytes_per_second: float | None
     prefill_tokens_per_second: float | None
     num_refused: int
@@ -28,9 +29,11 @@ class Rates:
 
 @dataclass(slots=True)
 class BreakEven:
-    """Rates as moving averages, weighted by what was moved, so that small jobs say little."""
+    """Moving averages. ``is_always``: whatever they say, restore."""
 
-    _pool: float | None = None
+    is_always: bool = False
+    _latency: float | None = None
+    _rate: float | None = None
     _prefill: float | None = None
     _probe_at: float = 0.0
     _num_refused: int = 0
@@ -38,25 +41,27 @@ class BreakEven:
     @property
     def rates(self) -> Rates:
         """Now."""
-        return Rates(self._pool, self._prefill, self._num_refused)
+        return Rates(self._latency, self._rate, self._prefill, self._num_refused)
 
     def fetched(self, num_bytes: int, seconds: float) -> None:
-        """A job of this many bytes on the largest rank took so long on the slowest."""
-        if num_bytes > 0:
-            rate = num_bytes / max(seconds - _OVERHEAD_SECONDS, 1e-6)
-            self._pool = rate if self._pool is None else (1 - _WEIGHT) * self._pool + _WEIGHT * rate
+        """A restore of this many bytes on the largest rank has ended on the slowest after so long."""
+        if num_bytes >= _LARGE_BYTES:
+            moving = max(seconds - (self._latency or 0.0), seconds / 10)
+            self._rate = _average(self._rate, num_bytes / max(moving, 1e-6))
+        elif num_bytes > 0:
+            moving = 0.0 if self._rate is None else num_bytes / self._rate
+            self._latency = _average(self._latency, max(seconds - moving, 0.0))
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """A step that did nothing but prefill this many tokens took so long."""
         if num_tokens > 0 and seconds > 0:
-            rate = num_tokens / seconds
-            self._prefill = rate if self._prefill is None else (1 - _WEIGHT) * self._prefill + _WEIGHT * rate
+            self._prefill = _average(self._prefill, num_tokens / seconds)
 
-    def is_worth(self, *, num_tokens: int, num_bytes: int, num_jobs: int, now: float) -> bool:
-        """Whether to restore tokens of this many bytes, by this many jobs, rather than compute them."""
-        if self._pool is None or self._prefill is None:
+    def is_worth(self, *, num_tokens: int, num_bytes: int, now: float) -> bool:
+        """Whether to restore tokens of this many bytes rather than compute them."""
+        if self.is_always or self._prefill is None or (self._rate is None and self._latency is None):
             return True
-        seconds = num_bytes / self._pool + num_jobs * _OVERHEAD_SECONDS
+        seconds = (self._latency or 0.0) + (0.0 if self._rate is None else num_bytes / self._rate)
         if seconds <= num_tokens / self._prefill:
             return True
         if now >= self._probe_at:
@@ -64,3 +69,7 @@ class BreakEven:
             return True
         self._num_refused += 1
         return False
+
+
+def _average(before: float | None, newest: float) -> float:
+    return newest if before is None else (1 - _WEIGHT) * before + _WEIGHT * newest

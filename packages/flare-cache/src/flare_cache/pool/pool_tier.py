@@ -80,6 +80,7 @@ class PoolTier:
         jobs: runs fetches and puts.
         tags: unique numbers, shared with whoever else submits jobs.
         wake: the engine is to poll; any thread, must not block.
+        is_always_worth: restore, even where computing is quicker.
     """
 
     def __init__(
@@ -91,9 +92,10 @@ class PoolTier:
         jobs: JobQueue,
         tags: Iterator[int],
         wake: Callable[[], None],
+        is_always_worth: bool = False,
         pending_seconds: float = 600.0,
     ) -> None:
-        self.break_even = BreakEven()
+        self.break_even = BreakEven(is_always_worth)
         self._mirror = mirror
         self._source = source
         outbox = Outbox(pending_bytes, pending_seconds, source.pin, source.unpin)
@@ -198,7 +200,7 @@ class PoolTier:
             record = self.index.get(segment.record_key)
             if record is not None:
                 num_bytes += record.num_bytes * segment.num_sections // max(1, record.identity.num_sections)
-        return self.break_even.is_worth(num_tokens=num_tokens, num_bytes=num_bytes, num_jobs=len(segments), now=now)
+        return self.break_even.is_worth(num_tokens=num_tokens, num_bytes=num_bytes, now=now)
 
     # -- restores (see FetchSource) ----------------------------------------------------------------------------------
 

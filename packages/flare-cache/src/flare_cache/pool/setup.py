@@ -26,6 +26,7 @@ class PoolSetup:
         settings: digest of what must be equal on every rank.
         shelf: the rank's shard transfers, which its transport has, too.
         pending_bytes: of records to be put, on the largest rank.
+        is_always_worth: restore, even where computing is quicker.
         times: of the agreement.
     """
 
@@ -34,6 +35,7 @@ class PoolSetup:
     settings: bytes
     shelf: PoolSwitch
     pending_bytes: int
+    is_always_worth: bool = False
     times: AgreementTimes = field(default_factory=AgreementTimes)
 
 

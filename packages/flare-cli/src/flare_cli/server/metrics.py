@@ -137,6 +137,7 @@ def _pool(pool: PoolSnapshot) -> Iterator[Metric]:
         "flare_pool_pending_records": pool.pending + pool.backlog,
         "flare_pool_pending_bytes": pool.pending_bytes,
         "flare_pool_put_records_total": pool.records_put,
+        "flare_pool_latency_seconds": pool.pool_latency_seconds,
         "flare_pool_restore_bytes_per_second": pool.pool_bytes_per_second,
         "flare_pool_prefill_tokens_per_second": pool.prefill_tokens_per_second,
     }
