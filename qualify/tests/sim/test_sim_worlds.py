@@ -14,7 +14,14 @@ from flare_qualify.sim.shrink import shrink
 from flare_qualify.sim.world import run_world
 
 FEW_EVENTS = 250
-QUICKLY_SEEN = ("report-before-last-ack", "no-undo", "after-step-ignored", "needs-jobs-ignored", "join-unconfirmed")
+QUICKLY_SEEN = (
+    "report-before-last-ack",
+    "no-undo",
+    "after-step-ignored",
+    "needs-jobs-ignored",
+    "join-unconfirmed",
+    "pool-pin-kept",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,14 +52,17 @@ def test_no_rule_is_broken() -> None:
     assert summary.counts["tokens"] > 0
     assert summary.counts["fetched disk"] > 0
     assert summary.counts["deaths"] > 0
+    assert summary.counts["pool on"] > 0
+    assert summary.counts["committed"] > 0
+    assert summary.counts["fetched pool"] > 0
 
 
 def test_every_kind_of_fault_is_drawn_by_some_seed() -> None:
     assert {kind for seed in range(100) for kind in expand(seed).faults} == set(FAULT_KINDS)
 
 
-def test_twenty_two_bugs_can_be_planted() -> None:
-    assert len({bug.name for bug in PLANTED_BUGS}) == 22
+def test_thirty_one_bugs_can_be_planted() -> None:
+    assert len({bug.name for bug in PLANTED_BUGS}) == 31
 
 
 @pytest.mark.parametrize("name", QUICKLY_SEEN)

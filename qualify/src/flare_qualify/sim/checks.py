@@ -25,6 +25,7 @@ from flare_qualify.sim.leader import Leader
 from flare_qualify.sim.ledger import Place, job_places, row_place
 from flare_qualify.sim.loop import EventLoop, Violation
 from flare_qualify.sim.oracle import Oracle
+from flare_qualify.sim.pool_rules import PoolRules
 from flare_qualify.sim.process import RankProcess
 from flare_qualify.sim.records import DiskReader
 from flare_qualify.sim.streams import Streams
@@ -42,6 +43,7 @@ class Checks:
         counts: what happened, for the summary.
         uneven: files that some rank could not cut: until the next join it has more than is offered.
         buried: files that some rank could not remove: their names stay taken until the next join.
+        pool: the rules of the pool, if there is one.
     """
 
     loop: EventLoop
@@ -57,6 +59,7 @@ class Checks:
     owned: Counter[Place] = field(default_factory=Counter)
     uneven: set[str] = field(default_factory=set)
     buried: set[str] = field(default_factory=set)
+    pool: PoolRules | None = None
     _tickets: dict[int, list[Place]] = field(default_factory=dict)
 
     def begin(self, group: Group) -> None:
@@ -66,6 +69,13 @@ class Checks:
         self.uneven.clear()
         self.buried.clear()
         self._tickets.clear()
+        if self.pool is not None:
+            self.pool.begin()
+
+    def pool_switched(self, rank: int, session: bytes | None) -> None:
+        """A rank is in a session of the pool, or in none."""
+        if self.pool is not None:
+            self.pool.switched(rank, session)
 
     def is_excused(self, disk: SimDisk, name: str) -> bool:
         """A fault was injected on this file: it may be refused, lost or dropped, never believed."""
@@ -239,7 +249,7 @@ class Checks:
                     if job.op is JobOp.TRUNCATE:
                         self.uneven.add(record_file_name(job.record.key))
                 case Done():
-                    self.counts["truncated"] += 1
+                    self.counts[f"done {job.op}"] += 1
 
     def _check_stored(self, job: Job) -> None:
         identity = job.record
@@ -323,7 +333,8 @@ class Checks:
         """Rank zero offers a restore."""
         del query
         store = leader.store
-        for segment in found.segments:
+        # What is known of the pool is a hint: it may be gone when it is fetched.
+        for segment in (one for one in found.segments if one.tier is not Tier.POOL):
             record = store._records[segment.tier].index.get(segment.record_key) if store is not None else None
             if record is None:
                 raise Violation("offered, not held", f"{segment.record_key.hex()[:16]} is not in the index")
@@ -358,7 +369,7 @@ class Checks:
         """Transfers have ended for the engine: their pages are its own again."""
         del leader
         for event in events:
-            self.owned.subtract(self._tickets.pop(event.ticket))
+            self.owned.subtract(self._tickets.pop(event.ticket, ()))
 
     def planned(self, leader: Leader, plan: StepPlan) -> None:
         """The engine plans a step."""

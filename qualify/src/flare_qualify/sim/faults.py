@@ -12,8 +12,9 @@ from flare_qualify.sim.files import DiskRates
 from flare_qualify.sim.group import Group
 from flare_qualify.sim.links import SimLink
 from flare_qualify.sim.options import FaultKind, Options
+from flare_qualify.sim.pool_faults import PoolFaults, heal_pool
 from flare_qualify.sim.process import RankProcess
-from flare_qualify.sim.seeding import diverge
+from flare_qualify.sim.seeding import diverge, wipe
 from flare_transport.framing import HEADER_BYTES
 
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class Faults:
         self.last_effect = 0.0
         """When the last fault that was injected may still show."""
         self._stale_until = 0
+        self._are_disks_due = False
         self._old_frames: dict[str, list[bytes]] = {}
         self._actions: dict[FaultKind, Callable[[Group], None]] = {
             FaultKind.KILL: self._kill,
@@ -82,6 +84,9 @@ class Faults:
             FaultKind.CANCEL: self._cancel,
             FaultKind.RESET: self._reset,
         }
+        if world.pool is not None:
+            self._actions |= PoolFaults(world.pool, world.loop, world.rng).actions()
+            self._actions[FaultKind.POOL_ALONE] = self._leave_pool_alone
 
     @property
     def may_fail_start(self) -> bool:
@@ -125,6 +130,10 @@ class Faults:
     def between_runs(self) -> None:
         """No process is left: remember what was said, and now and then change what is on the disks."""
         world = self._world
+        if self._are_disks_due:
+            self._are_disks_due = False
+            for disk in world.disks:
+                wipe(disk)
         if FaultKind.DIVERGENCE in world.options.faults and not world.is_healed and self._rng.random() < 0.5:
             diverge(world)
 
@@ -137,6 +146,8 @@ class Faults:
             disk.is_full = False
         world.slow_disk[:] = [1.0] * len(world.slow_disk)
         world.slow_device[:] = [1.0] * len(world.slow_device)
+        if world.pool is not None:
+            heal_pool(world.pool)
         group = world.group
         if group is None:
             return
@@ -314,6 +325,11 @@ class Faults:
         if group.is_serving and not group.leader.is_asked_to_drain:
             self._effect(group, 20.0)
             group.leader.drain([Drain()])
+
+    def _leave_pool_alone(self, group: Group) -> None:
+        """All local disks are cleared while the ranks are down: what the pool has is all there is."""
+        self._are_disks_due = True
+        self._restart(group)
 
     def _cancel(self, group: Group) -> None:
         running = [stream.request_id for stream in self._world.checks.streams.running()]

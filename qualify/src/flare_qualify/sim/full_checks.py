@@ -27,6 +27,8 @@ def check_all(checks: Checks, group: Group) -> None:
         raise Violation("pages", str(error)) from error
     for tier in (Tier.MEMORY, Tier.DISK):
         checks.check_held(leader, tier)
+    if checks.pool is not None:
+        checks.pool.check(group)
     charged = store._records[Tier.DISK]._budget.charged_bytes
     limit = store._records[Tier.DISK]._budget.limit_bytes
     for disk in group.context.disks:
@@ -50,6 +52,8 @@ def check_at_rest(checks: Checks, group: Group) -> None:
         scheduler.check_at_rest()
     except AssertionError as error:
         raise Violation("at rest", str(error)) from error
+    if checks.pool is not None:
+        checks.pool.check_at_rest(group)
     if +checks.owned:
         raise Violation("at rest", f"transfers own {dict(+checks.owned)}")
     for tier, records in store._records.items():

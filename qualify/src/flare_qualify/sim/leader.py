@@ -27,6 +27,7 @@ from flare_core.prefix import PrefixQuery, Restorable, StoreEvent, StoreRequest,
 from flare_qualify.sim.joining import Joining
 from flare_qualify.sim.links import SimLink
 from flare_qualify.sim.loop import Violation
+from flare_qualify.sim.pool_ranks import PoolLead
 from flare_qualify.sim.process import RankProcess
 from flare_transport.errors import TransportError
 from flare_transport.router import Router
@@ -155,6 +156,9 @@ class Leader:
         self.scheduler: Scheduler | None = None
         context = process.context
         options = context.options
+        self.pool: PoolLead | None = None
+        if context.pool is not None:
+            self.pool = PoolLead(process, lambda rank, payload: self.dispatcher.tell(rank, payload))  # noqa: PLW0108 - later
         self.machine = ShardedLeader(
             run_id=context.run_id,
             world_size=options.world_size,
@@ -165,6 +169,7 @@ class Leader:
             on_outcome=self.wake,
             on_poison=self._become_poisoned,
             clock=context.loop.clock,
+            on_pool=None if self.pool is None else self.pool.agent.receive,
         )
         self._controls: dict[int, SimLink] = {}
         self._records: dict[int, SimLink] = {}
@@ -241,10 +246,14 @@ class Leader:
         if process.transport is not None:
             # A group's transport is asked for by its own type only to be closed.
             transport = cast("StagedTransport", process)
-            self._group = LeaderGroup(store, self.dispatcher, transport, finished.report, setup)
+            agent = None if self.pool is None else self.pool.agent
+            self._group = LeaderGroup(store, self.dispatcher, transport, finished.report, setup, agent)
         process.is_joined = True
         self.watch.joined(self)
         self._tick()
+        if self.pool is not None and process.pool_shelf is not None:
+            pending_bytes = options.pool_records * context.settings.max_record_bytes
+            self.pool.start(store, process.pool_shelf, pending_bytes=pending_bytes, wake=self.wake)
         self._schedule(_TURN_SECONDS)
 
     # -- the engine's thread ---------------------------------------------------------------------------------------
@@ -259,6 +268,11 @@ class Leader:
         """Ask the engine to end in order."""
         self.is_asked_to_drain = True
         self.put(commands)
+
+    @property
+    def pool_session(self) -> bytes | None:
+        """The session that all ranks are in."""
+        return None if self.pool is None else self.pool.machine.session
 
     @property
     def has_steps(self) -> bool:

@@ -11,7 +11,7 @@ from random import Random
 
 import msgspec
 
-__all__ = ["FAULT_KINDS", "FaultKind", "Options", "expand"]
+__all__ = ["FAULT_KINDS", "POOL_KINDS", "FaultKind", "Options", "expand"]
 
 
 class FaultKind(enum.StrEnum):
@@ -43,9 +43,18 @@ class FaultKind(enum.StrEnum):
     RESTART = "restart"
     CANCEL = "cancel"
     RESET = "reset"
+    POOL_CRASH = "pool-crash"
+    POOL_CUT = "pool-cut"
+    POOL_REFUSAL = "pool-refusal"
+    POOL_SLOW = "pool-slow"
+    POOL_FULL = "pool-full"
+    POOL_EVICTION = "pool-eviction"
+    POOL_ROT = "pool-rot"
+    POOL_ALONE = "pool-alone"
 
 
 FAULT_KINDS = tuple(FaultKind)
+POOL_KINDS = tuple(kind for kind in FAULT_KINDS if kind.startswith("pool-"))
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +80,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         faults: kinds and weights.
         fault_events: mean number of events between two faults.
         call_fault_rate: of each kind of failing disk call.
+        has_pool: the ranks share a pool. pool_records: that may wait to be put, in records of the largest size.
     """
 
     seed: int
@@ -104,6 +114,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     faults: dict[FaultKind, float]
     fault_events: float
     call_fault_rate: float
+    has_pool: bool = False
+    pool_records: int = 8
 
 
 def expand(seed: int, *, num_events: int = 1000) -> Options:
@@ -112,8 +124,17 @@ def expand(seed: int, *, num_events: int = 1000) -> Options:
     page_tokens = rng.choice((2, 4, 4, 8))
     share = rng.choice((0.05, 0.2, 0.4, 0.8))
     faults = {
-        kind: rng.choice((0.3, 1.0, 1.0, 3.0)) for kind in FAULT_KINDS if rng.random() < share
-    }  # fmt: skip
+        kind: rng.choice((0.3, 1.0, 1.0, 3.0))
+        for kind in FAULT_KINDS
+        if kind not in POOL_KINDS and rng.random() < share
+    }
+    # Chance of its own, so that what a seed means otherwise stays the same.
+    pool_rng = Random(f"pool {seed}")  # noqa: S311 - as above
+    has_pool = pool_rng.random() < 0.5
+    if has_pool:
+        # Without a cleared disk now and then, local tiers would answer nearly everything.
+        shares = dict.fromkeys(POOL_KINDS, share) | {FaultKind.POOL_ALONE: 0.5}
+        faults |= {kind: pool_rng.choice((0.3, 1.0, 3.0)) for kind in POOL_KINDS if pool_rng.random() < shares[kind]}
     return Options(
         seed=seed,
         num_events=num_events,
@@ -146,4 +167,6 @@ def expand(seed: int, *, num_events: int = 1000) -> Options:
         faults=faults,
         fault_events=rng.choice((40.0, 80.0, 150.0, 300.0)),
         call_fault_rate=rng.choice((0.01, 0.03, 0.1)),
+        has_pool=has_pool,
+        pool_records=pool_rng.choice((1, 3, 8, 40)),
     )

@@ -7,10 +7,13 @@ from collections.abc import Callable
 
 from flare_cache.join import Finished
 from flare_cache.peer_service import DRAIN_SECONDS, PeerService, ServiceEnd
+from flare_cache.pool.agent import PoolAgent
+from flare_cache.pool.agreement_messages import encode_pool_message
 from flare_cli.control_group import PLAN
 from flare_core.plan import StepPlan, StepResult, decode_plan
 from flare_qualify.sim.joining import Joining
 from flare_qualify.sim.links import SimLink
+from flare_qualify.sim.pool_ranks import new_pool_agent
 from flare_qualify.sim.process import RankProcess
 from flare_transport.router import Router
 
@@ -31,7 +34,9 @@ class Peer:
             rank=process.rank,
             on_end=self._service_ended,
             run_apart=self._drain,
+            on_pool=self._leader_spoke,
         )
+        self._pool: PoolAgent | None = None
         self._early: deque[StepPlan] = deque()
         process.on_step = self._step_over
 
@@ -41,6 +46,10 @@ class Peer:
         setup = process.setup()
         setup.make_transport(self.service.finished_here, self.service.fault_here)
         self.service.attach(process, record)
+        if process.pool_shelf is not None:
+            self._pool = new_pool_agent(
+                process, process.pool_shelf, say=lambda message: self.service.say(encode_pool_message(message))
+            )
         joining = Joining(
             setup,
             {0: record},
@@ -65,6 +74,10 @@ class Peer:
         self._on_joined(self.process)
         while self._early:
             self.process.device.submit(self._early.popleft())
+
+    def _leader_spoke(self, payload: memoryview) -> None:
+        if self._pool is not None:
+            self._pool.receive(payload)
 
     def _plan_came(self, payload: memoryview) -> None:
         plan = decode_plan(payload)

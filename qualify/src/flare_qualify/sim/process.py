@@ -31,7 +31,9 @@ from flare_qualify.sim.loop import EventLoop
 from flare_qualify.sim.memory import SimMemory, SimPassage
 from flare_qualify.sim.model import Model
 from flare_qualify.sim.options import Options
-from flare_qualify.sim.watched_shelf import TransferWatch, WatchedShelf
+from flare_qualify.sim.pool_manager import SimManager
+from flare_qualify.sim.pool_shelf import SimPoolShelf
+from flare_qualify.sim.watched_shelf import TransferWatch, WatchedPool, WatchedShelf
 
 __all__ = ["PAGE", "RankProcess", "RunContext", "Supervisor"]
 
@@ -49,6 +51,10 @@ class Supervisor(TransferWatch, Protocol):
         """A process is about to remove a file."""
         ...
 
+    def pool_switched(self, rank: int, session: bytes | None) -> None:
+        """A rank is in a session of the pool from now on, or in none."""
+        ...
+
     def delivered(self, process: RankProcess, place: int, data: memoryview) -> None:
         """A fetch is about to hand verified bytes to a page or row."""
         ...
@@ -61,6 +67,7 @@ class RunContext:
     Attributes:
         slow_disk, slow_device: factors of delays, by rank.
         device_faults: ranks whose device fails at the next transfer.
+        pool: the manager of the pool, if there is one.
     """
 
     run_id: bytes
@@ -76,6 +83,7 @@ class RunContext:
     slow_disk: list[float]
     slow_device: list[float]
     device_faults: set[int] = field(default_factory=set)
+    pool: SimManager | None = None
 
 
 class RankProcess:
@@ -108,6 +116,7 @@ class RankProcess:
         self.directory: RecordDirectory | None = None
         self.shelves: dict[Tier, Shelf] = {}
         self.memory_shelf: MemoryShelf | None = None
+        self.pool_shelf: SimPoolShelf | None = None
         self.transport: StagedTransport | None = None
         self.num_slots = num_slots
         self.device = Device(
@@ -124,6 +133,7 @@ class RankProcess:
         self.label_ends = f"{self.name} ends a step"
         self.label_task = f"{self.name} task"
         self._num_scheduled = 0
+        self._num_of_pool = 0
 
     # -- time ------------------------------------------------------------------------------------------------------
 
@@ -192,9 +202,31 @@ class RankProcess:
             part_bytes=options.part_pages * PAGE,
         )
         self.shelves[Tier.DISK] = WatchedShelf(disk, self, self.context.supervisor)
+        self._open_pool(disk)
         if settings.memory_bytes is not None:
             self.memory_shelf = MemoryShelf(geometry, fingerprint, passage, settings.memory_bytes)
             self.shelves[Tier.MEMORY] = WatchedShelf(self.memory_shelf, self, self.context.supervisor)
+
+    def _open_pool(self, source: DiskShelf) -> None:
+        context = self.context
+        if context.pool is None:
+            return
+        self.pool_shelf = SimPoolShelf(
+            pool=context.pool,
+            rank=self.rank,
+            geometry=context.settings.identity.geometries[self.rank],
+            # What comes from the pool lands in staging, whatever the device.
+            passage=SimPassage(
+                self.memory,
+                is_staged=True,
+                on_deliver=lambda place, data: context.supervisor.delivered(self, place, data),
+                is_faulty=self._is_device_faulty,
+            ),
+            source=source,
+            clock=context.loop.clock,
+            part_bytes=context.options.part_pages * PAGE,
+            on_switch=context.supervisor.pool_switched,
+        )
 
     def _is_device_faulty(self) -> bool:
         if self.rank in self.context.device_faults:
@@ -227,6 +259,8 @@ class RankProcess:
             on_result=ended,
             on_fault=on_fault,
             num_threads=0,
+            pool=WatchedPool(self.pool_shelf, self, self.context.supervisor) if self.pool_shelf is not None else None,
+            num_pool_threads=0,
             clock=self.context.loop.clock,
         )
         return self.transport
@@ -267,11 +301,20 @@ class RankProcess:
             self._num_scheduled += 1
             seconds = context.options.task_seconds * (0.1 + context.rng.random()) * context.slow_disk[self.rank]
             self.after(seconds, self.label_task, self._run_task)
+        while context.pool is not None and self._num_of_pool < min(_POOL_THREADS, transport.num_pool_tasks):
+            self._num_of_pool += 1
+            self.after(min(context.pool.trip(), _MAX_TRIP_SECONDS), "pool task", self._run_task_of_pool)
 
     def _run_task(self) -> None:
         self._num_scheduled -= 1
         if self.transport is not None:
             self.transport.run_one()
+            self.pump()
+
+    def _run_task_of_pool(self) -> None:
+        self._num_of_pool -= 1
+        if self.transport is not None:
+            self.transport.run_one_of_pool()
             self.pump()
 
     def _are_finished(self, jobs: Sequence[int]) -> bool:
@@ -291,6 +334,10 @@ class RankProcess:
 def _unheard(result: StepResult) -> None:
     raise AssertionError(f"step {result.step} ended before anything ran the rank")
 
+
+_POOL_THREADS = 2
+_MAX_TRIP_SECONDS = 1.0
+"""No call on the pool blocks for longer (in a server, two seconds without progress)."""
 
 _LOCK_FLAGS = 0o100 | 0o2
 """O_CREAT | O_RDWR."""

@@ -16,7 +16,7 @@ from flare_core.geometry import SetIdentity
 from flare_qualify.sim.disk import Inode, SimDisk
 from flare_qualify.sim.oracle import Oracle
 
-__all__ = ["DiskReader", "Found", "format_digest"]
+__all__ = ["DiskReader", "Found", "format_digest", "section_problem"]
 
 _ADDRESS = struct.Struct("<16sII8x")
 
@@ -27,6 +27,21 @@ def format_digest(store_id: bytes, rank: int, *, index: int, payload: memoryview
     digest.update(payload)
     found: bytes = digest.digest()
     return found
+
+
+def section_problem(header: RecordHeader, data: memoryview, rank: int) -> str | None:
+    """Which digest of what a file or shard of legal size holds is wrong; None: none."""
+    layout, store_id = header.layout, header.identity.store_id
+    for index in range(layout.num_pages + (layout.has_tail and len(data) >= layout.tail_end)):
+        start = layout.section_offset(index)
+        section = data[start : start + layout.page_bytes]
+        if format_digest(store_id, rank, index=index, payload=section) != header.digest_at(index):
+            return f"the digest of section {index} is wrong"
+    if layout.has_row and len(data) >= layout.row_end:
+        row = data[layout.tail_end : layout.row_end]
+        if format_digest(store_id, rank, index=ROW_INDEX, payload=row) != header.digest_at(layout.num_digests - 1):
+            return "the digest of the row is wrong"
+    return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +111,12 @@ class DiskReader:
         identity = found.identity
         self.oracle.learn_record(identity, header.token_ids)
         expected = self.oracle.sections(identity, disk.rank)
+        problem = section_problem(header, memoryview(data)[: found.size], disk.rank)
+        if problem is not None:
+            return problem
         for index in range(layout.num_pages + found.has_tail):
             start = layout.section_offset(index)
             section = memoryview(data)[start : start + layout.page_bytes]
-            if format_digest(identity.store_id, disk.rank, index=index, payload=section) != header.digest_at(index):
-                return f"the digest of section {index} is wrong"
             if expected is not None:
                 right = expected[index]
                 if section[: len(right)] != right:
@@ -109,10 +125,6 @@ class DiskReader:
                     return f"section {index} holds bytes behind its {len(right) // 8} tokens"
         if found.has_row:
             row = memoryview(data)[layout.tail_end : layout.row_end]
-            if format_digest(identity.store_id, disk.rank, index=ROW_INDEX, payload=row) != header.digest_at(
-                layout.num_digests - 1
-            ):
-                return "the digest of the row is wrong"
             right_row = self.oracle.row(identity, disk.rank)
             if right_row is not None and row[: len(right_row)] != right_row:
                 return "the row is not that of its tokens"

@@ -18,7 +18,7 @@ from flare_qualify.sim.records import format_digest
 if TYPE_CHECKING:
     from flare_qualify.sim.world import World
 
-__all__ = ["diverge", "seed_records"]
+__all__ = ["diverge", "seed_records", "wipe"]
 
 
 def _page(entries: bytes, page_bytes: int) -> bytes:
@@ -162,9 +162,7 @@ def diverge(world: World) -> None:
             inode.version += 1
             inode.sync()
         case "wipe":
-            disk.excused.update(names)
-            for name in list(disk.names):
-                disk.set_name(name, None)
+            wipe(disk)
         case "twin" if names:
             _replace_by_twin(world, disk, rng.choice(names))
         case "temporary":
@@ -173,6 +171,14 @@ def diverge(world: World) -> None:
             _restore_backup(world, disk)
         case _:
             pass
+    disk.sync_names()
+
+
+def wipe(disk: SimDisk) -> None:
+    """Everything in the directory is removed."""
+    disk.excused.update(disk.records())
+    for name in list(disk.names):
+        disk.set_name(name, None)
     disk.sync_names()
 
 

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from flare_cache.jobs import Job
-from flare_cache.transfer import Part, Shelf, Transfer
+from flare_cache.transfer import Part, PoolPort, Shelf, Transfer
 from flare_core.ports import PageMemory
 
 if TYPE_CHECKING:
     from flare_qualify.sim.process import RankProcess
 
-__all__ = ["TransferWatch", "WatchedShelf"]
+__all__ = ["TransferWatch", "WatchedPool", "WatchedShelf"]
 
 
 class TransferWatch(Protocol):
@@ -69,10 +69,33 @@ class WatchedShelf:
         return self.shelf.unlink(job)
 
 
+@dataclass(frozen=True, slots=True)
+class WatchedPool:
+    """The same, for the pool."""
+
+    pool: PoolPort
+    process: RankProcess
+    watch: TransferWatch
+
+    def fetch(self, job: Job, memory: PageMemory, *, since: float) -> _WatchedTransfer:
+        """A fetch."""
+        self.watch.job_begins(self.process, job)
+        try:
+            transfer = self.pool.fetch(job, memory, since=since)
+        except Exception:
+            self.watch.job_ends(self.process, job, is_ok=False)
+            raise
+        return _WatchedTransfer(transfer, self, job)
+
+    def put(self, job: Job, *, since: float) -> Transfer:
+        """A put touches no page."""
+        return self.pool.put(job, since=since)
+
+
 @dataclass(slots=True)
 class _WatchedTransfer:
     transfer: Transfer
-    owner: WatchedShelf
+    owner: WatchedShelf | WatchedPool
     job: Job
 
     @property

@@ -27,6 +27,8 @@ from flare_qualify.sim.loop import EventLoop, Violation
 from flare_qualify.sim.model import Model
 from flare_qualify.sim.options import Options
 from flare_qualify.sim.oracle import Oracle, Stream
+from flare_qualify.sim.pool_manager import SimManager
+from flare_qualify.sim.pool_rules import PoolRules
 from flare_qualify.sim.process import PAGE, RunContext
 from flare_qualify.sim.records import DiskReader
 from flare_qualify.sim.seeding import seed_records
@@ -73,6 +75,16 @@ class World:
         counts: Counter[str] = Counter()
         streams = Streams(oracle, counts)
         self.checks = Checks(self.loop, self.rng, oracle, reader, self.disks, options.is_power_durable, streams, counts)
+        self.pool: SimManager | None = None
+        if options.has_pool:
+            self.pool = SimManager(
+                loop=self.loop,
+                rng=self.rng,
+                identity=self.settings.identity,
+                latency_seconds=options.latency_seconds,
+                counts=counts,
+            )
+            self.checks.pool = PoolRules(self.pool, options.world_size)
         self.workload = Workload(options, self.rng, oracle, streams.by_id, _VOCAB_SIZE)
         self.rates = disk_rates(options)
         self.slow_disk = [1.0] * options.world_size
@@ -136,6 +148,7 @@ class World:
             slow_disk=self.slow_disk,
             slow_device=self.slow_device,
             device_faults=self.device_faults,
+            pool=self.pool,
         )
         self.group = Group(context, self._num_groups, self.checks)
         self.group.is_lethal = self.faults.may_fail_start or self.faults.is_a_disk_stalled
@@ -214,6 +227,7 @@ class World:
             if self.loop.now > deadline:
                 raise Violation("liveness", f"nothing is stored and restored within {_LIVE_SECONDS:g} s of healing")
             self._until("time passes", _LIVE_SECONDS, self._later(_RETRY_SECONDS))
+        self._until("the pool is on, and has what was put", _LIVE_SECONDS, self._is_pool_settled)
         group = self.group
         if group is not None:
             check_all(self.checks, group)
@@ -254,6 +268,13 @@ class World:
         if group is None or self.loop.now < self.faults.last_effect:
             return False
         return group.first_death is None and group.leader.poison is None and not group.leader.is_asked_to_drain
+
+    def _is_pool_settled(self) -> bool:
+        leader = self.group.leader if self.group is not None else None
+        if self.pool is None or leader is None:
+            return True
+        tier = leader.store.pool if leader.store is not None else None
+        return leader.pool_session is not None and tier is not None and not tier.has_pending and self._is_quiet()
 
     def _is_quiet(self) -> bool:
         group = self.group
