@@ -6,15 +6,21 @@ put last and only if absent; it is deleted first. Nothing here does I/O.
 
 from __future__ import annotations
 
+import enum
 import hashlib
+import re
+from dataclasses import dataclass
 
 import msgspec
 
 from flare_cache.jobs import Extent, RecordIdentity
 
 __all__ = [
+    "MANIFEST_FORMAT",
     "Extent",
     "Manifest",
+    "ObjectKind",
+    "ObjectName",
     "Shard",
     "decode_manifest",
     "encode_manifest",
@@ -22,6 +28,7 @@ __all__ = [
     "manifests_prefix",
     "namespace_id",
     "namespace_prefix",
+    "parse_name",
     "shard_name",
     "shards_prefix",
 ]
@@ -106,3 +113,35 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def decode_manifest(data: bytes) -> Manifest:
     """The manifest in ``data``. Raises msgspec.DecodeError or msgspec.ValidationError."""
     return msgspec.msgpack.decode(data, type=Manifest)
+
+
+class ObjectKind(enum.StrEnum):
+    """Kinds of objects."""
+
+    MANIFEST = "manifest"
+    SHARD = "shard"
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectName:
+    """What an object's name says. ``store_id`` and ``rank`` are of shards only."""
+
+    kind: ObjectKind
+    namespace: bytes
+    key: bytes
+    store_id: bytes = b""
+    rank: int = -1
+
+
+_MANIFEST_NAME = re.compile(r"v1/([0-9a-f]{64})/manifests/([0-9a-f]{64})", re.ASCII)
+_SHARD_NAME = re.compile(r"v1/([0-9a-f]{64})/shards/([0-9a-f]{64})/([0-9a-f]{32})\.([0-9]{1,6})", re.ASCII)
+
+
+def parse_name(name: str) -> ObjectName | None:
+    """What ``name`` says; None where it is not of an object of this version."""
+    if (match := _MANIFEST_NAME.fullmatch(name)) is not None:
+        return ObjectName(ObjectKind.MANIFEST, bytes.fromhex(match[1]), bytes.fromhex(match[2]))
+    if (match := _SHARD_NAME.fullmatch(name)) is not None:
+        namespace, key, store_id = (bytes.fromhex(match[place]) for place in (1, 2, 3))
+        return ObjectName(ObjectKind.SHARD, namespace, key, store_id, int(match[4]))
+    return None

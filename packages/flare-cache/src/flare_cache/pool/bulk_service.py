@@ -1,0 +1,111 @@
+"""The manager's end of a bulk connection: ranges of shards sent from memory or storage, or received into memory.
+
+Runs in the connection's own thread. Which transfer may move what is the core's to say.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from flare_cache.host_memory import aligned_buffer
+from flare_cache.pool.core_words import Transfer
+from flare_cache.pool.memory_tier import MemoryTier
+from flare_cache.pool.storage import PoolStorage
+from flare_transport import BulkUnit, RemoteProtocolError, ServiceSession, UnitAnswer, UnitOp, UnitStatus, transfer_key
+from flare_transport.bulk_socket import receive_into, receive_unit, send_all
+
+__all__ = ["BulkService"]
+
+_READ_BYTES = 8 << 20
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class BulkService:
+    """See the module.
+
+    Attributes:
+        storage, memory: where shards are.
+        claim: gives a range of a transfer out once; the transfer, or None where the session may not have it.
+        received: says that so many bytes of a transfer have come.
+        target: where a put's bytes go.
+    """
+
+    storage: PoolStorage
+    memory: MemoryTier
+    claim: Callable[[bytes, BulkUnit], Transfer | None]
+    received: Callable[[Transfer, int], None]
+    target: Callable[[Transfer], memoryview]
+    num_bytes_sent: int = 0
+    num_bytes_received: int = 0
+    _sockets: set[socket.socket] = field(default_factory=set)
+
+    def serve(self, sock: socket.socket, session: ServiceSession) -> None:
+        """Serve units until the other side closes the connection, or something is wrong with it."""
+        self._sockets.add(sock)
+        try:
+            while (unit := receive_unit(sock, idle_seconds=None)) is not None:
+                if not self._serve_unit(sock, session, unit):
+                    return
+        except (OSError, RemoteProtocolError) as error:
+            _log.debug("a bulk connection has ended: %s", error)
+        finally:
+            self._sockets.discard(sock)
+
+    def close(self) -> None:
+        """Cut every connection; their threads end."""
+        for sock in list(self._sockets):
+            try:
+                # Not the TLS socket's own shutdown, which would leave its reader without TLS.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
+            except OSError:
+                continue
+
+    def _serve_unit(self, sock: socket.socket, session: ServiceSession, unit: BulkUnit) -> bool:
+        """Whether the connection may go on."""
+        transfer = self.claim(session.id, unit) if unit.is_proven(transfer_key(session.key, unit.transfer)) else None
+        if transfer is None:
+            send_all(sock, memoryview(UnitAnswer(UnitStatus.UNKNOWN).encode()))
+            return False
+        if unit.op is UnitOp.PUT:
+            view = self.target(transfer)[unit.offset : unit.offset + unit.length]
+            receive_into(sock, view)
+            self.num_bytes_received += unit.length
+            self.received(transfer, unit.length)
+            send_all(sock, memoryview(UnitAnswer(UnitStatus.OK).encode()))
+            return True
+        return self._send(sock, transfer, unit)
+
+    def _send(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
+        held = self.memory.get(transfer.name)
+        if held is not None:
+            send_all(sock, memoryview(UnitAnswer(UnitStatus.OK, unit.length).encode()))
+            send_all(sock, held[unit.offset : unit.offset + unit.length])
+            self.num_bytes_sent += unit.length
+            return True
+        if unit.length > _READ_BYTES:
+            return self._send_long(sock, transfer, unit)
+        view = aligned_buffer(unit.length)
+        try:
+            self.storage.read(transfer.name, unit.offset, view)
+        except OSError as error:
+            _log.warning("%s cannot be read: %s", transfer.name, error)
+            send_all(sock, memoryview(UnitAnswer(UnitStatus.FAILED).encode()))
+            return False
+        send_all(sock, memoryview(UnitAnswer(UnitStatus.OK, unit.length).encode()))
+        send_all(sock, view)
+        self.num_bytes_sent += unit.length
+        return True
+
+    def _send_long(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
+        """A range that is not read at once; a failure in its middle can only cut the connection."""
+        send_all(sock, memoryview(UnitAnswer(UnitStatus.OK, unit.length).encode()))
+        for at in range(0, unit.length, _READ_BYTES):
+            view = aligned_buffer(min(_READ_BYTES, unit.length - at))
+            self.storage.read(transfer.name, unit.offset + at, view)
+            send_all(sock, view)
+        self.num_bytes_sent += unit.length
+        return True

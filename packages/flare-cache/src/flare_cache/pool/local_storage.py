@@ -1,0 +1,218 @@
+"""The pool's objects in a local directory: one file each, written under another name first, durable before they count.
+
+The directory belongs to one manager (``LOCK``); it is private, for it holds users' prompts. A failed fsync is never
+repeated: what was written is removed, and nothing more is stored until the manager is started again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import os
+import secrets
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from flare_cache.pool.storage import StoredObject
+from flare_core.errors import UsageError
+
+__all__ = ["LocalStorage", "open_local_storage"]
+
+_BLOCK = 4096
+_CALL_BYTES = 8 << 20
+_TEMPORARY = "tmp"
+
+
+@dataclass(slots=True)
+class LocalStorage:
+    """Made by :func:`open_local_storage`; a :class:`flare_cache.pool.storage.PoolStorage`.
+
+    Attributes:
+        root: the directory.
+        direct: files are written with O_DIRECT where they are whole blocks.
+        stopped: why nothing is stored any more.
+    """
+
+    root: Path
+    direct: bool
+    stopped: str | None = None
+    _lock: int = -1
+    _serial: Iterator[int] = field(default_factory=itertools.count)
+
+    def put(self, name: str, data: memoryview) -> None:
+        """See the port."""
+        temporary = self._write(data)
+        try:
+            target = self._path(name)
+            self._make_directory(target.parent)
+            temporary.rename(target)
+        except BaseException:
+            _remove(temporary)
+            raise
+        self._sync_directory(target.parent)
+
+    def put_if_absent(self, name: str, data: bytes) -> bool:
+        """See the port. A link, unlike a rename, replaces nothing."""
+        target = self._path(name)
+        if target.exists():
+            return False
+        temporary = self._write(memoryview(data))
+        try:
+            self._make_directory(target.parent)
+            os.link(temporary, target)
+        except FileExistsError:
+            return False
+        finally:
+            _remove(temporary)
+        self._sync_directory(target.parent)
+        return True
+
+    def read(self, name: str, offset: int, view: memoryview) -> None:
+        """See the port."""
+        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._path(name), flags)
+        try:
+            done = 0
+            while done < len(view):
+                got = os.preadv(fd, [view[done : done + _CALL_BYTES]], offset + done)
+                if not got:
+                    raise OSError(errno.EIO, f"{name} ends at {offset + done}")
+                done += got
+        finally:
+            os.close(fd)
+
+    def list(self, prefix: str) -> Iterator[StoredObject]:
+        """See the port. A file that goes meanwhile is left out."""
+        base = self._path(prefix) if not prefix.endswith("/") else self.root / prefix
+        for directory, _, names in os.walk(base):
+            for name in names:
+                path = Path(directory, name)
+                with contextlib.suppress(FileNotFoundError):
+                    status = path.stat()
+                    yield StoredObject(str(path.relative_to(self.root)), status.st_size, status.st_mtime)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """See the port."""
+        parents = set()
+        for name in names:
+            path = self._path(name)
+            with contextlib.suppress(FileNotFoundError):
+                path.unlink()
+                parents.add(path.parent)
+        for parent in parents:
+            with contextlib.suppress(OSError):
+                # A record's shards have a directory of their own; it goes with the last of them.
+                parent.rmdir()
+
+    def close(self) -> None:
+        """Give the directory back."""
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _path(self, name: str) -> Path:
+        parts = name.split("/")
+        if any(part in ("", ".", "..") or "\0" in part for part in parts):
+            raise ValueError(f"{name!r} is no object name")
+        return self.root.joinpath(*parts)
+
+    def _write(self, data: memoryview) -> Path:
+        """The bytes in a temporary file, synced."""
+        if self.stopped is not None:
+            raise OSError(errno.EIO, self.stopped)
+        path = self.root / _TEMPORARY / f"{os.getpid()}.{next(self._serial)}.{secrets.token_hex(4)}"
+        direct = self.direct and len(data) >= _BLOCK and not len(data) % _BLOCK
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+        fd = os.open(path, flags, 0o600)
+        try:
+            if len(data) >= _BLOCK:
+                os.posix_fallocate(fd, 0, len(data))
+            done = 0
+            while done < len(data):
+                done += os.pwritev(fd, [data[done : done + _CALL_BYTES]], done)
+            self._sync(fd)
+        except BaseException:
+            _remove(path)
+            raise
+        finally:
+            os.close(fd)
+        return path
+
+    def _sync(self, fd: int) -> None:
+        try:
+            os.fsync(fd)
+        except OSError as error:
+            # The kernel has dropped what it could not write: a second fsync would succeed and lie.
+            self.stopped = self.stopped or f"fsync failed: {error.strerror}; nothing is stored until the next start"
+            raise
+
+    def _sync_directory(self, path: Path) -> None:
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._sync(fd)
+        finally:
+            os.close(fd)
+
+    def _make_directory(self, path: Path) -> None:
+        """The directory with its parents, each durable in its own."""
+        if path.is_dir():
+            return
+        self._make_directory(path.parent)
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        self._sync_directory(path.parent)
+
+
+def open_local_storage(root: Path) -> LocalStorage:
+    """Take the directory, which is made if it is not there; what an earlier manager left unfinished is removed.
+
+    Raises:
+        UsageError: it cannot be made or written, is open to others, or another manager has it.
+    """
+    try:
+        root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = root.stat()
+        if status.st_mode & 0o077:
+            raise UsageError(
+                f"--store {root} is open to other users (mode {status.st_mode & 0o777:04o}): chmod 700 {root}"
+            )
+        lock = os.open(root / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise UsageError(f"--store {root}: {error.strerror}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        temporary = root / _TEMPORARY
+        temporary.mkdir(mode=0o700, exist_ok=True)
+        for left in temporary.iterdir():
+            left.unlink()
+        direct = _takes_direct(temporary)
+    except BlockingIOError:
+        os.close(lock)
+        raise UsageError(
+            f"--store {root} is used by another manager; give each its own directory, or one bucket"
+        ) from None
+    except OSError as error:
+        os.close(lock)
+        raise UsageError(f"--store {root} cannot be written: {error.strerror}") from error
+    return LocalStorage(root, direct, _lock=lock)
+
+
+def _takes_direct(directory: Path) -> bool:
+    path = directory / f"probe.{os.getpid()}"
+    try:
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600))
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    finally:
+        _remove(path)
+    return True
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
