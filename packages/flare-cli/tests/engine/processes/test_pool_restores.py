@@ -115,3 +115,69 @@ def test_a_second_group_restores_what_the_first_has_computed(new_manager, new_gr
     assert second.cached(PROMPT) == (cold, {"pool": len(PROMPT) - 1})
     assert set(second.stop().values()) == {0}
     assert set(first.stop().values()) == {0}
+
+
+def test_after_all_disks_were_cleared_the_pool_restores_and_the_local_tiers_are_filled_again(new_manager, new_group):
+    manager = new_manager()
+    ranks = new_group(manager)
+    cold, _ = ranks.cached(PROMPT)
+    assert set(ranks.stop().values()) == {0}
+    assert "have not reached the pool" not in ranks.log(0)
+    for rank in range(2):
+        for path in ranks.directory(rank).glob("*.rec"):
+            path.unlink()
+    ranks.start()
+    wait_for(ranks, lambda pool: pool["state"] == "on")
+    assert ranks.cached(PROMPT) == (cold, {"pool": len(PROMPT) - 1})
+    ranks.post("/v1/cache/reset", {"tier": "device"})
+    assert ranks.cached(PROMPT) == (cold, {"disk": len(PROMPT) - 1})
+    # What came from the pool is not put there again.
+    assert flush(ranks)["records_put"] == 0
+
+
+def test_a_group_without_disk_or_memory_tier_puts_from_its_pending_budget(new_manager, new_group):
+    manager = new_manager()
+    cold, _ = (first := new_group(manager, disk=False)).cached(PROMPT)
+    flush(first)
+    assert new_group(manager, disk=False).cached(PROMPT) == (cold, {"pool": len(PROMPT) - 1})
+
+
+def test_a_manager_that_was_started_anew_is_joined_again_and_serves_what_it_had(new_manager, new_group):
+    manager = new_manager()
+    ranks = new_group(manager)
+    cold, _ = ranks.cached(PROMPT)
+    flush(ranks)
+    manager.stop()
+    wait_for(ranks, lambda pool: pool["state"] != "on")
+    other, _ = ranks.cached("zyxw" * 60)
+    assert pool_of(ranks)["pending"] > 0
+    manager.start()
+    pool = flush(ranks)
+    assert pool["sessions"] == 2
+    second = new_group(manager)
+    assert second.cached(PROMPT) == (cold, {"pool": len(PROMPT) - 1})
+    assert second.cached("zyxw" * 60) == (other, {"pool": 239})
+
+
+def test_another_salt_key_shares_nothing(new_manager, new_group, tmp_path):
+    manager = new_manager()
+    flush(first := new_group(manager))
+    first.cached(PROMPT)
+    flush(first)
+    salt = tmp_path / "other.salt"
+    salt.touch(mode=0o600)
+    salt.write_text("c7" * 32 + "\n")
+    second = new_group(manager, options=("--prefix-cache-salt-key-file", str(salt)))
+    assert second.cached(PROMPT)[1] == {}
+
+
+def test_a_wrong_key_keeps_the_pool_off_and_says_so(new_manager, make_ranks, tmp_path):
+    manager = new_manager()
+    key = tmp_path / "wrong.key"
+    key.touch(mode=0o600)
+    key.write_text("00" * 32 + "\n")
+    options = ("--pool", manager.url, "--pool-key-file", str(key))
+    ranks = make_ranks(world_size=2, config=PLAIN, options=options).start()
+    pool = wait_for(ranks, lambda pool: pool["reasons"])
+    assert "key" in pool["reasons"]["0"]
+    assert ranks.complete("abc")
