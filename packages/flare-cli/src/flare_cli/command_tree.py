@@ -10,6 +10,7 @@ from flare_cli.commands.config import config
 from flare_cli.commands.export import export
 from flare_cli.commands.key import key
 from flare_cli.commands.model import model
+from flare_cli.commands.pool import pool
 from flare_cli.commands.records import records
 from flare_cli.commands.run import run
 from flare_cli.commands.status import status
@@ -23,5 +24,5 @@ def flare() -> None:
     """Serve language models on one or many ranks, with a prefix cache on every rank's own disk."""
 
 
-for command in (run, config, export, model, key, records, bench, status):
+for command in (run, config, export, model, key, records, pool, bench, status):
     flare.add_command(command)

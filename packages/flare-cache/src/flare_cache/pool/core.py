@@ -185,6 +185,11 @@ class PoolCore:
             return None
         return known
 
+    def condemn(self, namespace: bytes, key: bytes, now: float) -> list[CoreEffect]:
+        """An operator has found a record bad."""
+        self.space.condemn(namespace, key, now)
+        return self._take()
+
     def is_granted(self, transfer: bytes) -> bool:
         """Whether a transfer lasts; what belongs to one that does not may go."""
         return transfer in self._transfers

@@ -19,6 +19,21 @@ from dataclasses import dataclass, field
 import msgspec
 
 from flare_cache.host_memory import aligned_buffer
+from flare_cache.pool.admin import Administration, collect_leftovers, verify_records, visible_places
+from flare_cache.pool.admin_messages import (
+    POOL_ADMIN_REPLY,
+    POOL_ADMIN_REQUEST,
+    AdminReply,
+    AdminRequest,
+    Collect,
+    Failed,
+    ListRecords,
+    Status,
+    Verified,
+    Verify,
+    admin_decoder,
+    encode_admin,
+)
 from flare_cache.pool.bulk_service import BulkService
 from flare_cache.pool.core import PoolCore
 from flare_cache.pool.core_words import (
@@ -39,6 +54,7 @@ from flare_cache.pool.stored import Progress, list_objects, load_manifests
 from flare_transport import (
     Address,
     BulkUnit,
+    FrameType,
     Link,
     LinkEnd,
     QueueFull,
@@ -69,7 +85,7 @@ class ServerSettings:
         address: where it listens; port 0: any free one.
         key: 32 bytes that ranks share with it.
         security: TLS or plaintext.
-        name: for people.
+        name: for people. place: what the storage is, for people.
         limits: of the core.
         memory_bytes: of the tier in front of storage.
         refresh_seconds: how often storage is asked for what other managers did; None: nobody else uses it.
@@ -79,6 +95,7 @@ class ServerSettings:
     key: bytes = field(repr=False)
     security: Security
     name: str
+    place: str
     limits: PoolLimits
     memory_bytes: int
     refresh_seconds: float | None = None
@@ -99,6 +116,9 @@ class PoolServer:
             draw_transfer=lambda: secrets.token_bytes(_TRANSFER_BYTES),
         )
         self.bulk = BulkService(self.storage, self.memory, self._claim, self._received, self._target)
+        self._administration = Administration(
+            self.core, self.memory, self.bulk, settings.place, settings.name, self.epoch, settings.limits
+        )
         self._lock = threading.Lock()
         self._links: dict[bytes, Link] = {}
         self._buffers: dict[bytes, memoryview] = {}
@@ -151,6 +171,7 @@ class PoolServer:
     def _begin_link(self, link: Link, session: ServiceSession, source: str) -> None:
         router = Router()
         router.route(POOL_REQUEST, lambda _, payload: self._came(session.id, payload))
+        router.route(POOL_ADMIN_REQUEST, lambda _, payload: self._asked(session.id, bytes(payload)))
         router.on_end(lambda _, end: self._end_link(session, source, end))
         with self._lock:
             self._links[session.id] = link
@@ -214,7 +235,7 @@ class PoolServer:
     def _perform(self, effect: CoreEffect) -> None:
         match effect:
             case Answer(session, number, reply):
-                self._answer(session, encode_reply(number, reply))
+                self._answer(session, POOL_REPLY, encode_reply(number, reply))
             case LandShard():
                 self._apart(lambda: self._land(effect))
             case PutManifest():
@@ -225,12 +246,12 @@ class PoolServer:
                 self.memory.forget(names)
                 self._apart(lambda: delete_objects(self.storage, effect))
 
-    def _answer(self, session: bytes, payload: bytes) -> None:
+    def _answer(self, session: bytes, frame_type: FrameType, payload: bytes) -> None:
         link = self._links.get(session)
         if link is None:
             return
         try:
-            link.send(POOL_REPLY, payload)
+            link.send(frame_type, payload)
         except QueueFull as error:
             link.fail(str(error))
         except TransportError as error:
@@ -267,6 +288,55 @@ class PoolServer:
             _log.warning("a reported shard cannot be read: %s", error)
             problem = None
         self._run(lambda now: self.core.checked(effect, problem, now))
+
+    # -- operators -------------------------------------------------------------------------------------------------
+
+    def _asked(self, session: bytes, payload: bytes) -> None:
+        try:
+            request = admin_decoder.decode(payload)
+        except msgspec.MsgspecError as error:
+            raise RemoteProtocolError(f"an admin request that cannot be read: {error}") from error
+
+        def answer() -> None:
+            try:
+                reply = self._administer(request)
+            except OSError as error:
+                reply = Failed(detail=f"the pool's storage: {error}")
+            self._answer(session, POOL_ADMIN_REPLY, encode_admin(reply))
+
+        self._apart(answer)
+
+    def _administer(self, request: AdminRequest) -> AdminReply:
+        administration = self._administration
+        match request:
+            case Status():
+                with self._lock:
+                    return administration.status()
+            case ListRecords():
+                with self._lock:
+                    return administration.lines(request)
+            case Verify():
+                return self._verify(request)
+            case Collect():
+                with self._lock:
+                    visible = visible_places(self.core)
+                return collect_leftovers(
+                    self.storage, self.memory, visible, grace_seconds=self.settings.limits.grace_seconds
+                )
+
+    def _verify(self, request: Verify) -> Verified:
+        with self._lock:
+            found, total = self._administration.records(request.first, request.count)
+        num_bytes, bad = verify_records(self.storage, found)
+        for place, _ in bad if request.remove else ():
+            namespace, manifest = found[place]
+            self._run(lambda now, n=namespace, k=manifest.record.key: self.core.condemn(n, k, now))  # type: ignore[misc]
+        return Verified(
+            num_records=len(found),
+            num_bytes=num_bytes,
+            total=total,
+            bad=tuple((found[place][1].record.key.hex(), problem) for place, problem in bad),
+        )
 
     # -- bulk ------------------------------------------------------------------------------------------------------
 

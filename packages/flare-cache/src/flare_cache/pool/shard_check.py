@@ -15,15 +15,23 @@ _DIGEST_BYTES = 32
 
 
 def check_shard(
-    data: memoryview, *, record: RecordIdentity, extent: Extent, set_fingerprint: bytes, rank: int, world_size: int
+    data: memoryview,
+    *,
+    record: RecordIdentity,
+    extent: Extent,
+    set_fingerprint: bytes | None,
+    rank: int,
+    world_size: int,
 ) -> ShardFacts:
     """What the shard in ``data`` says of itself, every byte of it verified. Blocks for reading it once.
+
+    ``set_fingerprint``: None where only the record is known.
 
     Raises:
         RecordError: what is wrong with it.
     """
     header = decode_header(data)
-    if header.set_fingerprint != set_fingerprint:
+    if set_fingerprint is not None and header.set_fingerprint != set_fingerprint:
         raise RecordError(Problem.OTHER_SET, f"set {header.set_fingerprint.hex()[:16]}")
     if (header.rank, header.world_size) != (rank, world_size):
         raise RecordError(Problem.OTHER_RANK, f"rank {header.rank} of {header.world_size}")

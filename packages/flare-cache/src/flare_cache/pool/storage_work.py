@@ -73,7 +73,7 @@ def check_stored_shard(storage: PoolStorage, memory: MemoryTier, effect: CheckSh
 
 
 def stored_problem(
-    storage: PoolStorage, name: str, manifest: Manifest, rank: int, set_fingerprint: bytes
+    storage: PoolStorage, name: str, manifest: Manifest, rank: int, set_fingerprint: bytes | None
 ) -> str | None:
     """What is wrong with a shard in storage; None: nothing. Storage that cannot be read is no verdict: OSError."""
     try:
@@ -83,7 +83,7 @@ def stored_problem(
     return _problem(data, manifest, rank, set_fingerprint)
 
 
-def _problem(data: memoryview, manifest: Manifest, rank: int, set_fingerprint: bytes) -> str | None:
+def _problem(data: memoryview, manifest: Manifest, rank: int, set_fingerprint: bytes | None) -> str | None:
     try:
         facts = check_shard(
             data,
