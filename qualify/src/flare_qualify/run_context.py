@@ -17,6 +17,7 @@ from flare_qualify.client import Answer
 from flare_qualify.group import Group
 from flare_qualify.history import History
 from flare_qualify.models import ModelLibrary, group_options
+from flare_qualify.pool_process import PoolProcess
 from flare_qualify.process_facts import kill_marked
 from flare_qualify.verdict import Damage
 
@@ -54,6 +55,7 @@ class Context:
     done_cases: frozenset[str] = frozenset()
     rng: random.Random = field(default_factory=random.Random)
     groups: list[Group] = field(default_factory=list)
+    pools: list[PoolProcess] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         """Seed the chance of what comes before the first case."""
@@ -81,6 +83,15 @@ class Context:
         group = Group(self.models.directory(model), world_size, root, flags, environment=environment, **fields)
         self.groups.append(group)
         return group
+
+    def pool(self, *options: str, **fields: Any) -> PoolProcess:
+        """A manager of a pool, not started; killed when the scenario ends. ``fields`` as of :class:`PoolProcess`."""
+        root = self.directory / f"pool{len(self.pools)}"
+        environment = {MARK: self.mark} | fields.pop("environment", {})
+        pool = PoolProcess(root, options=options, environment=environment, **fields)
+        pool.prepare()
+        self.pools.append(pool)
+        return pool
 
     def command_environment(self) -> dict[str, str]:
         """Environment for a process that is not a rank, so that it ends with the scenario, too."""
@@ -189,4 +200,6 @@ class Context:
         """Kill everything that the scenario has started."""
         for group in self.groups:
             group.kill_all()
+        for pool in self.pools:
+            pool.kill()
         kill_marked(MARK, self.mark)

@@ -44,7 +44,10 @@ class PoolFaults:
         self._loop.after(0.02 + most * self._rng.random(), f"the pool {what}", call)
 
     def _crash(self) -> None:
-        if self._pool.is_up:
+        if self._rng.random() < 0.5:
+            self._pool.is_dying = True
+            self._cut()
+        elif self._pool.is_up:
             self._pool.crash()
             self._later("is back", self._pool.start, most=self._rng.choice((0.01, 0.3, 2.0)))
 
@@ -83,9 +86,15 @@ class PoolFaults:
     def _rot(self) -> None:
         pool = self._pool
         names = sorted(name for name, data in pool.objects.items() if data and "/shards/" in name)
-        if names:
-            name = self._rng.choice(names)
+        for name in names if self._rng.random() < 0.5 else self._rng.sample(names, min(1, len(names))):
             data = bytearray(pool.objects[name])
-            data[self._rng.randrange(len(data))] ^= 1 << self._rng.randrange(8)
+            data[self._place(name, bytes(data))] ^= 1 << self._rng.randrange(8)
             pool.objects[name] = bytes(data)
             pool.damaged.add(name)
+
+    def _place(self, name: str, data: bytes) -> int:
+        """Anywhere, or among the few bytes of a page that a token depends on."""
+        header = self._pool.header_in(data, int(name.rpartition(".")[2]))
+        if header is None or self._rng.random() < 0.3:
+            return self._rng.randrange(len(data))
+        return header.layout.section_offset(self._rng.randrange(header.layout.num_pages or 1)) + self._rng.randrange(8)

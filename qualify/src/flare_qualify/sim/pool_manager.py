@@ -96,6 +96,7 @@ class SimManager:
         refusing: ranks whose next connection is refused.
         registered: by session, the epoch of the manager that each rank registered with.
         slowness: factor of every delay. is_full: it takes no shard.
+        is_dying: it dies when the next rank has registered, and another process takes its place at once.
         committed: keys of all that has ever been visible.
     """
 
@@ -113,6 +114,7 @@ class SimManager:
     slowness: float = 1.0
     is_full: bool = False
     is_up: bool = True
+    is_dying: bool = False
     epoch: bytes = b""
     _index: dict[bytes, Manifest] = field(default_factory=dict)
     _by_page: dict[bytes, bytes] = field(default_factory=dict)
@@ -136,15 +138,19 @@ class SimManager:
         connection = SimConnection(self, rank, session, self.epoch, after, on_lost)
         self.connections.append(connection)
         self.registered.setdefault(session, {})[rank] = self.epoch
+        if self.is_dying:
+            self.is_dying = False
+            self.loop.after(0.0, "the pool dies of a registration", lambda: self.crash(notice_seconds=3.0))
+            self.loop.after(self.latency_seconds / 10, "the pool is back", self.start)
         return connection
 
-    def crash(self) -> None:
+    def crash(self, *, notice_seconds: float = 0.2) -> None:
         """The process dies; what it had stored stays, and each rank learns of it when it does."""
         self.is_up = False
         self._index.clear()
         self._by_page.clear()
         for connection in list(self.connections):
-            connection.lose("the manager is gone", seconds=self.trip() + 0.2 * self.rng.random())
+            connection.lose("the manager is gone", seconds=self.trip() + notice_seconds * self.rng.random())
 
     def start(self) -> None:
         """Another process over the same storage."""
@@ -245,10 +251,11 @@ class SimManager:
     def shard_header(self, record: RecordIdentity, rank: int) -> RecordHeader | None:
         """The header of a shard, if there is one and it is that record's."""
         data = self.objects.get(self.name_of(record, rank))
-        header = None if data is None else self._header(data, rank)
+        header = None if data is None else self.header_in(data, rank)
         return header if header is not None and header.identity == record else None
 
-    def _header(self, data: bytes, rank: int) -> RecordHeader | None:
+    def header_in(self, data: bytes, rank: int) -> RecordHeader | None:
+        """The header that begins a shard's bytes, if it is sound."""
         try:
             header = decode_header(memoryview(data))
             check_header(header, set_fingerprint=self.identity.fingerprint(), geometry=self.identity.geometries[rank])
@@ -266,7 +273,7 @@ class SimManager:
 
     def shard_problem(self, record: RecordIdentity, extent: Extent, rank: int, data: bytes) -> str | None:
         """What is wrong with a shard's bytes; None: nothing."""
-        header = self._header(data, rank)
+        header = self.header_in(data, rank)
         if header is None or header.identity != record:
             return "the shard's header is not this record's"
         if len(data) != extent_bytes(header.layout, extent):
