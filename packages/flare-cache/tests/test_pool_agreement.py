@@ -184,6 +184,20 @@ def test_a_voter_with_other_settings_refuses_without_connecting() -> None:
     assert any(isinstance(e, Say) for e in effects)
 
 
+def test_a_fault_of_either_half_ends_the_session_for_all() -> None:
+    leader = new_leader()
+    agree(leader)
+    assert told(leader.fault("a frame was not sent", 1.0), TurnOff) == [0, 1]
+    assert leader.fault("again", 2.0) == []
+    voter = PoolVoter(1, settings=SETTINGS)
+    assert voter.fault("nothing to lose") == []
+    voter.heard(Propose(b"s" * 16, 0, EPOCH, SETTINGS))
+    voter.connected(b"s" * 16, EPOCH)
+    voter.heard(TurnOn(b"s" * 16))
+    assert voter.fault("broken")[-1] == Say(Lost(b"s" * 16, 1, "broken"))
+    assert voter.session is None
+
+
 def test_a_connection_that_comes_after_its_session_is_given_up() -> None:
     voter = PoolVoter(0, settings=SETTINGS)
     voter.heard(Propose(b"s" * 16, 0, b"", SETTINGS))

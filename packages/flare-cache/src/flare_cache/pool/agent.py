@@ -141,16 +141,26 @@ class PoolAgent:
             connection.close()
 
     def _handle(self, event: Callable[[], list[VoterEffect]]) -> None:
-        try:
-            for effect in event():
+        failure = self._perform_all(event())
+        if failure is not None:
+            # The pool poisons nothing: the rank goes on without this session. Should it not be able to say so, rank
+            # zero finds out by its deadline, or by jobs that this rank misses.
+            self._perform_all(self._voter.fault(failure))
+
+    def _perform_all(self, effects: Sequence[VoterEffect]) -> str | None:
+        """Perform each, whatever becomes of the others; what went wrong, if anything."""
+        failure: str | None = None
+        for effect in effects:
+            try:
                 self._perform(effect)
-        except Exception:  # noqa: BLE001 - the boundary of every thread that brings events; the pool poisons nothing
-            _log.exception("the pool's agent failed")
+            except Exception as error:  # noqa: BLE001 - the boundary of every thread that brings events
+                _log.exception("the pool's agent failed")
+                failure = f"internal: {type(error).__name__}: {error}"
+        return failure
 
     def _perform(self, effect: VoterEffect) -> None:
         match effect:
             case Connect(session, address):
-                failpoint("pool.connect")
                 self._run_apart(lambda: self._connect(session, address))
             case Disconnect(session):
                 connection = self._connections.pop(session, None)
@@ -161,15 +171,16 @@ class PoolAgent:
                 for switch in self._switches:
                     switch.turn_on(session, self._connections[session])
             case SwitchedOff(_, reason):
-                failpoint("pool.off")
                 for switch in reversed(self._switches):
                     switch.turn_off(reason)
+                failpoint("pool.off")
             case Say(message):
                 failpoint("pool.vote" if isinstance(message, Vote) else "pool.lost")
                 self._say(message)
 
     def _connect(self, session: bytes, address: int) -> None:
         try:
+            failpoint("pool.connect")
             connection = self._open(address, session, lambda reason: self._lost(session, reason))
         except Exception as error:  # noqa: BLE001 - a thread's boundary; whatever it is, this rank votes no
             if not isinstance(error, TransportError | OSError):
@@ -264,11 +275,21 @@ class LeaderPoolAgent:
             self._closing.wait(_TICK_SECONDS)
 
     def _handle(self, event: Callable[[float], list[LeaderEffect]]) -> None:
-        try:
-            for effect in event(self._clock()):
+        failure = self._perform_all(event(self._clock()))
+        if failure is not None:
+            # The pool poisons nothing: whoever was not told is told that the session is over.
+            self._perform_all(self._leader.fault(failure, self._clock()))
+
+    def _perform_all(self, effects: Sequence[LeaderEffect]) -> str | None:
+        """Perform each, whatever becomes of the others; what went wrong, if anything."""
+        failure: str | None = None
+        for effect in effects:
+            try:
                 self._perform(effect)
-        except Exception:  # noqa: BLE001 - the boundary of every thread that brings events; the pool poisons nothing
-            _log.exception("the pool's agreement failed")
+            except Exception as error:  # noqa: BLE001 - the boundary of every thread that brings events
+                _log.exception("the pool's agreement failed")
+                failure = f"internal: {type(error).__name__}: {error}"
+        return failure
 
     def _perform(self, effect: LeaderEffect) -> None:
         match effect:

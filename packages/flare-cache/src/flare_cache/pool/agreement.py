@@ -152,6 +152,10 @@ class PoolVoter:
             return []
         return [*self._end(reason), Say(Lost(session, self._rank, reason))]
 
+    def fault(self, reason: str) -> list[VoterEffect]:
+        """This rank could not do what it was to do: whatever session there is, it is out of it."""
+        return [] if self._proposal is None else self.lost(self._proposal.session, reason)
+
     def _proposed(self, proposal: Propose) -> list[VoterEffect]:
         effects = self._end("rank 0 proposes another session")
         self._proposal = proposal
@@ -285,6 +289,10 @@ class PoolLeader:
                 return self._end({rank: reason}, now)
             case Vote():
                 return self._voted(attempt, message, now)
+
+    def fault(self, reason: str, now: float) -> list[LeaderEffect]:
+        """Some rank may not have heard what it was told: the session, if there is one, is over."""
+        return self._end({-1: reason}, now)
 
     def stop(self, reason: str, now: float) -> list[LeaderEffect]:
         """Off for good: the group ends."""

@@ -35,6 +35,7 @@ class Manager:
             name="test",
             limits=PoolLimits(),
             memory_bytes=1 << 20,
+            place=str(self.root),
         )
         self.storage = open_local_storage(self.root)
         self.server = PoolServer(settings, self.storage)
