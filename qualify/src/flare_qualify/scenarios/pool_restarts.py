@@ -84,7 +84,7 @@ def run_restarts(context: Context, *, standard: int, long: int) -> None:
     """Kill the manager under load, start it again; within three seconds of its listening all ranks have voted."""
     pool = context.pool()
     pool.start()
-    group = context.group("oracle-rows", 2, *pool.group_options(), "--prefix-cache-disk-limit", "400k")
+    group = context.group("oracle-rows", 2, *pool.group_options(), "--prefix-cache-disk-limit", "160k")
     group.start()
     context.require(wait_pool(group, "on") is not None, f"the pool is not on: {pool_of(group)}")
     references = References(context)
