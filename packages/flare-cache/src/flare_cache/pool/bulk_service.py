@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from flare_cache.host_memory import aligned_buffer
 from flare_cache.pool.core_words import Transfer
+from flare_cache.pool.landings import Landings
 from flare_cache.pool.memory_tier import MemoryTier
 from flare_cache.pool.storage import PoolStorage
 from flare_transport import BulkUnit, RemoteProtocolError, ServiceSession, UnitAnswer, UnitOp, UnitStatus, transfer_key
@@ -19,7 +20,8 @@ from flare_transport.bulk_socket import receive_into, receive_unit, send_all
 
 __all__ = ["BulkService"]
 
-_READ_BYTES = 8 << 20
+_READ_BYTES = 2 << 20
+_WRITE_BYTES = 4 << 20
 _log = logging.getLogger(__name__)
 
 
@@ -31,14 +33,14 @@ class BulkService:
         storage, memory: where shards are.
         claim: gives a range of a transfer out once; the transfer, or None where the session may not have it.
         received: says that so many bytes of a transfer have come.
-        target: where a put's bytes go.
+        landings: where a put's bytes go.
     """
 
     storage: PoolStorage
     memory: MemoryTier
     claim: Callable[[bytes, BulkUnit], Transfer | None]
     received: Callable[[Transfer, int], None]
-    target: Callable[[Transfer], memoryview]
+    landings: Landings
     num_bytes_sent: int = 0
     num_bytes_received: int = 0
     _sockets: set[socket.socket] = field(default_factory=set)
@@ -71,13 +73,27 @@ class BulkService:
             send_all(sock, memoryview(UnitAnswer(UnitStatus.UNKNOWN).encode()))
             return False
         if unit.op is UnitOp.PUT:
-            view = self.target(transfer)[unit.offset : unit.offset + unit.length]
-            receive_into(sock, view)
-            self.num_bytes_received += unit.length
-            self.received(transfer, unit.length)
-            send_all(sock, memoryview(UnitAnswer(UnitStatus.OK).encode()))
-            return True
+            return self._receive(sock, transfer, unit)
         return self._send(sock, transfer, unit)
+
+    def _receive(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
+        """Into memory, and on to storage piece by piece: the disk works while the network does."""
+        try:
+            landing = self.landings.of(transfer)
+            for at in range(unit.offset, unit.offset + unit.length, _WRITE_BYTES):
+                view = landing.data[at : min(at + _WRITE_BYTES, unit.offset + unit.length)]
+                receive_into(sock, view)
+                landing.upload.write(at, view)
+        except (TimeoutError, ConnectionError):
+            raise
+        except OSError as error:
+            _log.warning("%s cannot be stored: %s", transfer.name, error)
+            send_all(sock, memoryview(UnitAnswer(UnitStatus.FAILED).encode()))
+            return False
+        self.num_bytes_received += unit.length
+        self.received(transfer, unit.length)
+        send_all(sock, memoryview(UnitAnswer(UnitStatus.OK).encode()))
+        return True
 
     def _send(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
         held = self.memory.get(transfer.name)
@@ -86,26 +102,22 @@ class BulkService:
             send_all(sock, held[unit.offset : unit.offset + unit.length])
             self.num_bytes_sent += unit.length
             return True
-        if unit.length > _READ_BYTES:
-            return self._send_long(sock, transfer, unit)
-        view = aligned_buffer(unit.length)
-        try:
-            self.storage.read(transfer.name, unit.offset, view)
-        except OSError as error:
-            _log.warning("%s cannot be read: %s", transfer.name, error)
-            send_all(sock, memoryview(UnitAnswer(UnitStatus.FAILED).encode()))
-            return False
-        send_all(sock, memoryview(UnitAnswer(UnitStatus.OK, unit.length).encode()))
-        send_all(sock, view)
-        self.num_bytes_sent += unit.length
-        return True
+        return self._send_stored(sock, transfer, unit)
 
-    def _send_long(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
-        """A range that is not read at once; a failure in its middle can only cut the connection."""
-        send_all(sock, memoryview(UnitAnswer(UnitStatus.OK, unit.length).encode()))
+    def _send_stored(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
+        """From storage, piece by piece; once the answer is sent, a failure can only cut the connection."""
+        buffer = aligned_buffer(min(_READ_BYTES, unit.length))
         for at in range(0, unit.length, _READ_BYTES):
-            view = aligned_buffer(min(_READ_BYTES, unit.length - at))
-            self.storage.read(transfer.name, unit.offset + at, view)
+            view = buffer[: min(_READ_BYTES, unit.length - at)]
+            try:
+                self.storage.read(transfer.name, unit.offset + at, view)
+            except OSError as error:
+                _log.warning("%s cannot be read: %s", transfer.name, error)
+                if not at:
+                    send_all(sock, memoryview(UnitAnswer(UnitStatus.FAILED).encode()))
+                return False
+            if not at:
+                send_all(sock, memoryview(UnitAnswer(UnitStatus.OK, unit.length).encode()))
             send_all(sock, view)
         self.num_bytes_sent += unit.length
         return True

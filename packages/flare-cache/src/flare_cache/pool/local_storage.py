@@ -42,24 +42,18 @@ class LocalStorage:
     _lock: int = -1
     _serial: Iterator[int] = field(default_factory=itertools.count)
 
-    def put(self, name: str, data: memoryview) -> None:
-        """See the port."""
-        temporary = self._write(data)
-        try:
-            target = self._path(name)
-            self._make_directory(target.parent)
-            temporary.rename(target)
-        except BaseException:
-            _remove(temporary)
-            raise
-        self._sync_directory(target.parent)
+    def begin(self, name: str, num_bytes: int) -> LocalUpload:
+        """See the port. Bytes go to a temporary file as they come."""
+        target = self._path(name)
+        direct = self.direct and not num_bytes % _BLOCK
+        return LocalUpload(self, target, *self._create(num_bytes, direct=direct))
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """See the port. A link, unlike a rename, replaces nothing."""
         target = self._path(name)
         if target.exists():
             return False
-        temporary = self._write(memoryview(data))
+        temporary = self._write(data)
         try:
             self._make_directory(target.parent)
             os.link(temporary, target)
@@ -96,16 +90,9 @@ class LocalStorage:
 
     def delete(self, names: Sequence[str]) -> None:
         """See the port."""
-        parents = set()
         for name in names:
-            path = self._path(name)
             with contextlib.suppress(FileNotFoundError):
-                path.unlink()
-                parents.add(path.parent)
-        for parent in parents:
-            with contextlib.suppress(OSError):
-                # A record's shards have a directory of their own; it goes with the last of them.
-                parent.rmdir()
+                self._path(name).unlink()
 
     def close(self) -> None:
         """Give the directory back."""
@@ -119,20 +106,27 @@ class LocalStorage:
             raise ValueError(f"{name!r} is no object name")
         return self.root.joinpath(*parts)
 
-    def _write(self, data: memoryview) -> Path:
-        """The bytes in a temporary file, synced."""
+    def _create(self, num_bytes: int, *, direct: bool) -> tuple[Path, int]:
+        """A temporary file with its room reserved, open for writing."""
         if self.stopped is not None:
             raise OSError(errno.EIO, self.stopped)
         path = self.root / _TEMPORARY / f"{os.getpid()}.{next(self._serial)}.{secrets.token_hex(4)}"
-        direct = self.direct and len(data) >= _BLOCK and not len(data) % _BLOCK
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
         fd = os.open(path, flags, 0o600)
         try:
-            if len(data) >= _BLOCK:
-                os.posix_fallocate(fd, 0, len(data))
-            done = 0
-            while done < len(data):
-                done += os.pwritev(fd, [data[done : done + _CALL_BYTES]], done)
+            if num_bytes:
+                os.posix_fallocate(fd, 0, num_bytes)
+        except BaseException:
+            os.close(fd)
+            _remove(path)
+            raise
+        return path, fd
+
+    def _write(self, data: bytes) -> Path:
+        """The bytes in a temporary file, synced."""
+        path, fd = self._create(len(data), direct=False)
+        try:
+            write_all(fd, memoryview(data), 0)
             self._sync(fd)
         except BaseException:
             _remove(path)
@@ -164,6 +158,51 @@ class LocalStorage:
         with contextlib.suppress(FileExistsError):
             path.mkdir(mode=0o700)
         self._sync_directory(path.parent)
+
+
+@dataclass(slots=True)
+class LocalUpload:
+    """See :class:`flare_cache.pool.storage.Upload`."""
+
+    storage: LocalStorage
+    target: Path
+    temporary: Path
+    fd: int
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Write at once: the disk works while the rest is on its way."""
+        write_all(self.fd, view, offset)
+
+    def commit(self, data: memoryview) -> None:
+        """Sync the file, give it its name, sync the directory."""
+        del data
+        storage = self.storage
+        try:
+            storage._sync(self.fd)
+            storage._make_directory(self.target.parent)
+            self.temporary.rename(self.target)
+        except BaseException:
+            self.abort()
+            raise
+        self._close()
+        storage._sync_directory(self.target.parent)
+
+    def abort(self) -> None:
+        """Close and remove."""
+        self._close()
+        _remove(self.temporary)
+
+    def _close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
+
+
+def write_all(fd: int, view: memoryview, offset: int) -> None:
+    """Write all of ``view``. Raises OSError."""
+    done = 0
+    while done < len(view):
+        done += os.pwritev(fd, [view[done : done + _CALL_BYTES]], offset + done)
 
 
 def open_local_storage(root: Path) -> LocalStorage:

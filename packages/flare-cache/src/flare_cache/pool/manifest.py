@@ -102,7 +102,7 @@ def manifest_name(namespace: bytes, key: bytes) -> str:
 
 def shard_name(namespace: bytes, key: bytes, store_id: bytes, rank: int) -> str:
     """Object name of one rank's shard."""
-    return f"{shards_prefix(namespace)}{key.hex()}/{store_id.hex()}.{rank}"
+    return f"{shards_prefix(namespace)}{key.hex()}.{store_id.hex()}.{rank}"
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
@@ -134,7 +134,7 @@ class ObjectName:
 
 
 _MANIFEST_NAME = re.compile(r"v1/([0-9a-f]{64})/manifests/([0-9a-f]{64})", re.ASCII)
-_SHARD_NAME = re.compile(r"v1/([0-9a-f]{64})/shards/([0-9a-f]{64})/([0-9a-f]{32})\.([0-9]{1,6})", re.ASCII)
+_SHARD_NAME = re.compile(r"v1/([0-9a-f]{64})/shards/([0-9a-f]{64})\.([0-9a-f]{32})\.([0-9]{1,6})", re.ASCII)
 
 
 def parse_name(name: str) -> ObjectName | None:

@@ -37,16 +37,17 @@ class MemoryTier:
             self._objects.move_to_end(name)
             return found
 
-    def put(self, name: str, data: memoryview) -> None:
-        """Keep an object that nobody changes any more, if it fits at all."""
+    def put(self, name: str, data: memoryview) -> bool:
+        """Keep an object that nobody changes any more; False: it does not fit at all, and is not kept."""
         if len(data) > self.limit_bytes:
-            return
+            return False
         with self._mutex:
             self._forget(name)
             while self.num_bytes + len(data) > self.limit_bytes:
                 self._forget(next(iter(self._objects)))
             self._objects[name] = data
             self.num_bytes += len(data)
+        return True
 
     def forget(self, names: Sequence[str]) -> None:
         """They are no more."""

@@ -24,17 +24,36 @@ _DELETES_AT_ONCE = 500
 
 
 @dataclass(frozen=True, slots=True)
+class _ObjectUpload:
+    """An object that is sent when all of it has come."""
+
+    store: ObjectStore
+    name: str
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """The whole is sent later."""
+
+    def commit(self, data: memoryview) -> None:
+        """Send it; large ones go in parts."""
+        try:
+            obstore.put(self.store, self.name, data)
+        except BaseError as error:
+            raise OSError(f"{self.name}: {error}") from error
+
+    def abort(self) -> None:
+        """Nothing was sent."""
+
+
+@dataclass(frozen=True, slots=True)
 class ObjectStorage:
     """A :class:`flare_cache.pool.storage.PoolStorage` on ``store``, which has the place's prefix already."""
 
     store: ObjectStore
 
-    def put(self, name: str, data: memoryview) -> None:
+    def begin(self, name: str, num_bytes: int) -> _ObjectUpload:
         """See the port."""
-        try:
-            obstore.put(self.store, name, data)
-        except BaseError as error:
-            raise OSError(f"{name}: {error}") from error
+        del num_bytes
+        return _ObjectUpload(self.store, name)
 
     def put_if_absent(self, name: str, data: bytes) -> bool:
         """See the port. A conditional put; the store decides between managers."""

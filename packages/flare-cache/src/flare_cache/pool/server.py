@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from flare_cache.host_memory import aligned_buffer
 from flare_cache.pool.admin import Administration, collect_leftovers, verify_records, visible_places
 from flare_cache.pool.admin_messages import (
     POOL_ADMIN_REPLY,
@@ -44,8 +43,10 @@ from flare_cache.pool.core_words import (
     LandShard,
     PoolLimits,
     PutManifest,
+    ShardFacts,
     Transfer,
 )
+from flare_cache.pool.landings import Landings
 from flare_cache.pool.memory_tier import MemoryTier
 from flare_cache.pool.messages import POOL_REPLY, POOL_REQUEST, Refused, RefusedReason, decode_request, encode_reply
 from flare_cache.pool.storage import PoolStorage
@@ -115,13 +116,13 @@ class PoolServer:
             limits=dataclasses.replace(settings.limits, wall_clock_offset=time.time() - time.monotonic()),
             draw_transfer=lambda: secrets.token_bytes(_TRANSFER_BYTES),
         )
-        self.bulk = BulkService(self.storage, self.memory, self._claim, self._received, self._target)
+        self._landings = Landings(storage)
+        self.bulk = BulkService(self.storage, self.memory, self._claim, self._received, self._landings)
         self._administration = Administration(
             self.core, self.memory, self.bulk, settings.place, settings.name, self.epoch, settings.limits
         )
         self._lock = threading.Lock()
         self._links: dict[bytes, Link] = {}
-        self._buffers: dict[bytes, memoryview] = {}
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="flare pool storage")
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
@@ -227,8 +228,7 @@ class PoolServer:
     def _run(self, event: Callable[[float], Iterable[CoreEffect]]) -> None:
         with self._lock:
             effects = list(event(time.monotonic()))
-            for transfer in [each for each in self._buffers if not self.core.is_granted(each)]:
-                del self._buffers[transfer]
+            self._landings.drop_all_but(self.core.is_granted)
         for effect in effects:
             self._perform(effect)
 
@@ -268,14 +268,15 @@ class PoolServer:
             self._workers.submit(run)
 
     def _land(self, effect: LandShard) -> None:
-        with self._lock:
-            data = self._buffers.get(effect.transfer.id)
-        if data is None:
-            outcome = Refused(reason=RefusedReason.INCOMPLETE, detail="nothing was received")
-            self._run(lambda _: self.core.landed(effect.transfer, effect.number, outcome))
-            return
-        landed = land_shard(self.storage, self.memory, effect, data)
-        self._run(lambda _: self.core.landed(effect.transfer, effect.number, landed))
+        landing = self._landings.take(effect.transfer.id)
+        if landing is None:
+            outcome: ShardFacts | Refused = Refused(reason=RefusedReason.INCOMPLETE, detail="nothing was received")
+        else:
+            outcome = land_shard(effect, landing.upload, landing.data)
+            # Every connection that wrote to it has been answered.
+            if isinstance(outcome, Refused) or not self.memory.put(effect.transfer.name, landing.data):
+                self._landings.use_again(landing)
+        self._run(lambda _: self.core.landed(effect.transfer, effect.number, outcome))
 
     def _put_manifest(self, effect: PutManifest) -> None:
         outcome = put_manifest(self.storage, effect)
@@ -350,10 +351,3 @@ class PoolServer:
     def _received(self, transfer: Transfer, num_bytes: int) -> None:
         with self._lock:
             transfer.num_received += num_bytes
-
-    def _target(self, transfer: Transfer) -> memoryview:
-        with self._lock:
-            buffer = self._buffers.get(transfer.id)
-            if buffer is None:
-                buffer = self._buffers[transfer.id] = aligned_buffer(transfer.num_bytes)
-            return buffer

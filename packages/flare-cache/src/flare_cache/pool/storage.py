@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-__all__ = ["PoolStorage", "StoredObject"]
+__all__ = ["PoolStorage", "StoredObject", "Upload"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,11 +18,27 @@ class StoredObject:
     modified_at: float
 
 
+class Upload(Protocol):
+    """An object on its way. Blocks and raises OSError as storage does."""
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Some bytes of it have come, whole blocks but for the last; from any thread, in any order, each once."""
+        ...
+
+    def commit(self, data: memoryview) -> None:
+        """All have come, ``data``: it is durable, and whole for every reader, when this returns."""
+        ...
+
+    def abort(self) -> None:
+        """Nothing of it stays. Does not raise."""
+        ...
+
+
 class PoolStorage(Protocol):
     """Objects by name (``a/b/c``). Thread-safe; every call blocks and raises OSError where the storage fails."""
 
-    def put(self, name: str, data: memoryview) -> None:
-        """Write a whole object, replacing another; it is durable, and whole for every reader, when this returns."""
+    def begin(self, name: str, num_bytes: int) -> Upload:
+        """Begin to write an object, which will replace another of that name."""
         ...
 
     def put_if_absent(self, name: str, data: bytes) -> bool:

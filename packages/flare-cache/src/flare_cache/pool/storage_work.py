@@ -14,7 +14,7 @@ from flare_cache.pool.manifest import Manifest, decode_manifest, shard_name
 from flare_cache.pool.memory_tier import MemoryTier
 from flare_cache.pool.messages import Refused, RefusedReason
 from flare_cache.pool.shard_check import check_shard
-from flare_cache.pool.storage import PoolStorage
+from flare_cache.pool.storage import PoolStorage, Upload
 from flare_cache.pool.stored import list_objects, read_object
 from flare_cache.record import RecordError
 from flare_transport.failpoint import failpoint
@@ -24,8 +24,8 @@ __all__ = ["check_stored_shard", "delete_objects", "land_shard", "put_manifest",
 _log = logging.getLogger(__name__)
 
 
-def land_shard(storage: PoolStorage, memory: MemoryTier, effect: LandShard, data: memoryview) -> ShardFacts | Refused:
-    """Verify what was received and make it durable."""
+def land_shard(effect: LandShard, upload: Upload, data: memoryview) -> ShardFacts | Refused:
+    """Verify what was received and make it durable; nothing of it stays where that fails."""
     transfer = effect.transfer
     if transfer.record is None:
         return Refused(reason=RefusedReason.MALFORMED, detail="not a put")
@@ -39,13 +39,14 @@ def land_shard(storage: PoolStorage, memory: MemoryTier, effect: LandShard, data
             world_size=transfer.world_size,
         )
         failpoint("pool.store-shard")
-        storage.put(transfer.name, data)
+        upload.commit(data)
     except RecordError as error:
+        upload.abort()
         return Refused(reason=RefusedReason.CORRUPT, detail=str(error))
     except OSError as error:
         _log.warning("%s cannot be stored: %s", transfer.name, error)
+        upload.abort()
         return Refused(reason=RefusedReason.STORAGE, detail=error.strerror or str(error))
-    memory.put(transfer.name, data)
     return facts
 
 
