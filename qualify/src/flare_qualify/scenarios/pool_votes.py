@@ -5,7 +5,6 @@ from __future__ import annotations
 import secrets
 import socket
 import time
-from functools import partial
 
 from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.records import check_parity
@@ -24,6 +23,7 @@ __all__ = ["SCENARIOS"]
 
 _SALT = "votes"
 _POSITIONS = (0, 40, 200, 500, 900, 1500, 2500, 4000)
+_CUT_SECONDS = 20.0
 POINTS = (
     (0, "pool.connect"),
     (1, "pool.connect"),
@@ -147,11 +147,14 @@ def run_cut_connections(context: Context) -> None:
         members = group.members()
         for name in context.cases(context.some(names, every=2)):
             direction, at = name.rsplit(", ", 1)
-            before, sessions = len(proxy.wait_fired(timeout=0.0)), pool_of(group)["sessions"]
+            sessions = pool_of(group)["sessions"]
+            # What is there goes first, so that every byte of a new connection can be the last.
+            proxy.arm("pool", Direction(direction), Cut())
+            _wait_cut(context, proxy, group, f"{name}: the old connection")
             proxy.arm("pool", Direction(direction), Cut(int(at)))
-            context.wait_until(partial(_has_fired, proxy, before), timeout=20.0, what=f"{name}: the connection is cut")
+            what = _wait_cut(context, proxy, group, name)
             references.compare("1", ask(group.url, prompt_of(1), cache_salt=_SALT))
-            context.fault_fired(f"cut {name}", proxy.wait_fired(timeout=0.0)[before].what)
+            context.fault_fired(f"cut {name}", what)
             proxy.heal("pool")
             found = wait_pool(group, "on", timeout=15.0, sessions=sessions + 1)
             context.check(found is not None, f"{name}: the pool does not come back: {pool_of(group)}")
@@ -160,8 +163,15 @@ def run_cut_connections(context: Context) -> None:
         group.stop()
 
 
-def _has_fired(proxy: FaultProxy, before: int) -> bool:
-    return len(proxy.wait_fired(timeout=0.0)) > before
+def _wait_cut(context: Context, proxy: FaultProxy, group: Group, name: str) -> str:
+    """Ask for something new, which makes the ranks talk to the manager, until one more connection was cut."""
+    before = len(proxy.wait_fired(timeout=0.0))
+    deadline = time.monotonic() + _CUT_SECONDS
+    while len(fired := proxy.wait_fired(timeout=0.0)) == before:
+        context.require(time.monotonic() < deadline, f"{name}: no connection was cut")
+        ask(group.url, prompt_of(context.rng.randrange(1000, 1_000_000)), cache_salt=_SALT)
+        time.sleep(0.2)
+    return fired[before].what
 
 
 SCENARIOS = (
