@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from types import MappingProxyType
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -36,7 +37,7 @@ __all__ = ["Cell", "main"]
 
 BUNDLED_LENGTHS = (2_048, 8_128)
 RANDOM_LENGTHS = (32_768, 131_072)
-RANDOM_SHAPE: Mapping[str, int] = MappingProxyType(
+RANDOM_SHAPE: Mapping[str, Any] = MappingProxyType(
     {
         "num_hidden_layers": 2,
         "hidden_size": 32,

@@ -33,7 +33,9 @@ POINTS = (
     (0, "pool.on"),
     (1, "pool.on"),
 )
-_ACTIONS = ("kill", "pause=11s", "error=EIO")
+_ACTIONS = ("kill", "pause", "error=EIO")
+_LATE_PAUSE, _LINK_PAUSE = "pause=11s", "pause=3s"
+"""Past the deadline for votes; and, where a link's own thread is held, less than its heartbeats allow."""
 _WHILE_OFF = 3
 
 
@@ -94,6 +96,8 @@ def run_failpoints(context: Context) -> None:
     names = [f"{action} at {point} of rank {rank}" for rank, point in POINTS for action in _ACTIONS]
     for name in context.cases(context.some(names, every=3)):
         action, _, point, _, _, rank = name.split()
+        if action == "pause":
+            action = _LATE_PAUSE if point == "pool.vote" else _LINK_PAUSE
         arm(group, int(rank), f"{point}:{action}")
         group.launch()
         fired = wait_fired(group, int(rank), point, timeout=20.0)
