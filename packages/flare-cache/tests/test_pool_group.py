@@ -123,7 +123,7 @@ def test_a_manager_that_comes_back_is_joined_in_a_new_session_and_pending_puts_g
     put(group, list(range(8)))
     pool.stop()
     poll_until(group, lambda: not group.leader.store.pool.is_on)
-    assert group.leader.pool.status.state is not PoolState.ON
+    poll_until(group, lambda: group.leader.pool.status.state is not PoolState.ON)
     group.store(list(range(100, 108)))
     pool.start()
     on(group)
@@ -168,6 +168,21 @@ def test_a_commit_that_is_refused_is_tried_again(start) -> None:
     pool.refusals.append(Refused(reason=RefusedReason.INCOMPLETE, detail="rank 1"))
     put(group, list(range(8)))
     assert len(pool.manifests) == 1
+
+
+def test_a_record_whose_parent_was_dropped_takes_it_along(start) -> None:
+    pool = ScriptedPool(is_up=False)
+    group = start(pool)
+    outbox = group.leader.store.pool._puts.outbox
+    outbox.limit_bytes = 0
+    group.store(list(range(8)))
+    assert outbox.dropped["full"] == 1
+    outbox.limit_bytes = 1 << 20
+    pool.is_up = True
+    poll_until(group, lambda: group.leader.store.pool.is_on)
+    group.leader.store.pool._puts._reconciliation = None
+    group.store(list(range(16)))
+    poll_until(group, lambda: len(pool.manifests) == 2)
 
 
 def test_what_is_pending_while_the_pool_is_off_is_counted(start) -> None:

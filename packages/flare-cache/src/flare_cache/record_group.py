@@ -219,7 +219,9 @@ def start_leader(
     pool: LeaderPoolAgent | None = None
     if setup.pool is not None:
         pool = new_leader_agent(
-            setup.pool, world_size=world_size, tell=lambda rank, payload: dispatcher.tell(rank, payload)
+            setup.pool,
+            world_size=world_size,
+            tell=lambda rank, payload: dispatcher.tell(rank, payload),  # noqa: PLW0108  it is made below
         )
     dispatcher = Dispatcher(
         ShardedLeader(run_id=run_id, world_size=world_size, limits=limits or ShardedLimits()),

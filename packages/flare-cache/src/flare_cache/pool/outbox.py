@@ -40,7 +40,7 @@ class Outbox:
         seconds: a record is given up after so long in the box.
         pin, unpin: of the source tier.
         dropped: records that never reached the pool, by reason: "full", the budget; "late", the time; "failed", again
-            and again; "gone" from the source tier.
+            and again; "gone" from the source tier; "parent", no room for what it extends.
     """
 
     limit_bytes: int

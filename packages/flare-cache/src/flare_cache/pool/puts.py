@@ -117,7 +117,10 @@ class PoolPuts:
             if reconciliation.is_asking:
                 return
         while self.outbox.num_under_way < MAX_UNDER_WAY and (out := self.outbox.next(now)) is not None:
-            self._submit(out, session)
+            if self._has_ancestors(out.record, now):
+                self._submit(out, session)
+            else:
+                self.outbox.drop(out, "parent")
 
     def settle(self, outcome: Outcome, now: float) -> bool:
         """Take the outcome of a put; False if it is none."""
@@ -154,6 +157,15 @@ class PoolPuts:
                 self.outbox.again(out, now, is_fault=True)
             case _:
                 self.outbox.again(out, now, is_fault=session is self._session)
+
+    def _has_ancestors(self, record: Record, now: float) -> bool:
+        """Whether the pool has what the record extends, or is about to get it: without that nobody would find it."""
+        for ancestor in record.lineage():
+            if ancestor is record or ancestor.in_pool or ancestor.key in self.outbox:
+                continue
+            if not self.outbox.add(ancestor, now):
+                return False
+        return True
 
     def _submit(self, out: OutRecord, session: PoolSession) -> None:
         record = out.record

@@ -1,5 +1,8 @@
 """Two groups of real ranks over one manager: what the first has computed the second restores, bit for bit."""
 
+import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -85,6 +88,12 @@ def new_group(make_ranks, tmp_path):
     return make
 
 
+def flare(*arguments: str) -> tuple[int, str]:
+    command = [sys.executable, "-m", "flare_cli", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout + done.stderr
+
+
 def pool_of(ranks, query: str = "") -> dict:
     return httpx.get(f"{ranks.url}/v1/cluster{query}", timeout=20).json()["cache"]["pool"]
 
@@ -158,6 +167,19 @@ def test_a_manager_that_was_started_anew_is_joined_again_and_serves_what_it_had(
     second = new_group(manager)
     assert second.cached(PROMPT) == (cold, {"pool": len(PROMPT) - 1})
     assert second.cached("zyxw" * 60) == (other, {"pool": 239})
+
+
+def test_an_operator_waits_for_a_flush_and_sees_what_the_pool_has_of_each_record(new_manager, new_group):
+    ranks = new_group(new_manager())
+    ranks.cached(PROMPT)
+    code, text = flare("pool", "flush", "--url", ranks.url)
+    assert code == 0
+    assert "none is pending" in text
+    code, text = flare("records", "ls", str(ranks.directory(1)), "--json", "--url", ranks.url)
+    assert {json.loads(line)["pool"] for line in text.splitlines()} == {"in-pool"}
+    code, text = flare("status", "--url", ranks.url)
+    assert f"pool      {ranks.options[3]} on for" in text
+    assert code == 0
 
 
 def test_another_salt_key_shares_nothing(new_manager, new_group, tmp_path):
