@@ -97,7 +97,8 @@ def run_quota(context: Context) -> None:
     second.start()
     wait_pool(second, "on")
     hits = 0
-    for number in range(10):
+    # The newest first: what is missed is put, and takes the place of what was used longest ago.
+    for number in reversed(range(10)):
         answer = ask(second.url, prompt_of(number), cache_salt=_SALT)
         references.compare(str(number), answer)
         hits += context.restored(answer, tier="pool")
