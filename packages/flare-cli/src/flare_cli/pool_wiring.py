@@ -16,7 +16,7 @@ from flare_cache.pool.client import PoolClient, connect_to_pool
 from flare_cache.pool.manifest import namespace_id
 from flare_cache.pool.messages import POOL_PROTOCOL, Register
 from flare_cache.pool.setup import PoolSetup
-from flare_cache.pool.shelf import PART_BYTES, PoolShelf
+from flare_cache.pool.shelf import PoolShelf, staging_bytes
 from flare_cache.pool.staging import allocate_staging
 from flare_cache.pool.url import PoolUrl
 from flare_cache.transfer import Shelf
@@ -24,7 +24,6 @@ from flare_cli.config import RunConfig
 from flare_cli.salt import load_cluster_key, salt_key
 from flare_cli.wiring import RankModel
 from flare_core.errors import UsageError
-from flare_core.geometry import PAGE_ALIGNMENT, align_up
 from flare_core.keys import salt_key_id
 from flare_core.prefix import Tier
 from flare_transport import Address, Security
@@ -83,8 +82,7 @@ def open_pool(config: RunConfig, model: RankModel, *, shelves: Mapping[Tier, She
         msg = "--pool needs a tier of records to be put from"
         raise UsageError(msg)
     geometry = identity.geometries[config.rank]
-    least = max(PART_BYTES, geometry.page_bytes, geometry.row_stride)
-    staging = allocate_staging(NUM_CONNECTIONS, align_up(least, PAGE_ALIGNMENT))
+    staging = allocate_staging(NUM_CONNECTIONS, staging_bytes(geometry))
     shelf = PoolShelf(
         geometry=geometry,
         set_fingerprint=fingerprint,

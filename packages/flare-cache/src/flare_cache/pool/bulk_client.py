@@ -18,13 +18,13 @@ from flare_cache.pool.staging import BufferState
 from flare_transport import BulkUnit, RemoteProtocolError, UnitOp, UnitStatus
 from flare_transport.bulk_socket import receive_answer, receive_into, send_all
 
-__all__ = ["BulkConnections", "TcpRange"]
+__all__ = ["PIECE_BYTES", "BulkConnections", "TcpRange"]
 
-_PIECE_BYTES = 512 << 10
-"""What is received at once: it is digested while it is still in the processor's cache."""
+PIECE_BYTES = 512 << 10
+"""What is received at once: it is digested, and copied on, while it is still in the processor's cache."""
 
-Seen = Callable[[memoryview], None]
-"""Is shown the next bytes of a range."""
+Taker = Callable[[memoryview], None]
+"""Is given the next bytes of a range, which are gone when it returns."""
 
 
 @dataclass(slots=True)
@@ -88,20 +88,20 @@ class TcpRange:
     deadline: float
 
     def get(
-        self, key: bytes, transfer: bytes, *, offset: int, view: memoryview, seen: Callable[[memoryview], None]
+        self, key: bytes, transfer: bytes, *, offset: int, num_bytes: int, landing: memoryview, take: Taker
     ) -> None:
-        """Fill ``view`` with the bytes from ``offset`` on; ``seen`` is shown each piece as it comes.
+        """Receive a range piece by piece into ``landing``, again and again; ``take`` is given each piece in order.
 
         Raises:
             OSError: the connection, the time limit, or the manager's refusal.
         """
-        unit = BulkUnit.make(key, UnitOp.GET, transfer, offset=offset, length=len(view))
+        unit = BulkUnit.make(key, UnitOp.GET, transfer, offset=offset, length=num_bytes)
         send_all(self.sock, memoryview(unit.encode()), deadline=self.deadline)
-        self._expect(len(view))
-        for at in range(0, len(view), _PIECE_BYTES):
-            piece = view[at : at + _PIECE_BYTES]
+        self._expect(num_bytes)
+        for at in range(0, num_bytes, PIECE_BYTES):
+            piece = landing[: min(PIECE_BYTES, num_bytes - at)]
             receive_into(self.sock, piece, deadline=self.deadline)
-            seen(piece)
+            take(piece)
 
     def put(self, key: bytes, transfer: bytes, *, offset: int, view: memoryview) -> None:
         """Send ``view`` as the bytes from ``offset`` on; then the manager has them. Raises as :meth:`get`."""

@@ -16,7 +16,7 @@ from flare_cache.pool.landings import Landings
 from flare_cache.pool.memory_tier import MemoryTier
 from flare_cache.pool.storage import PoolStorage
 from flare_transport import BulkUnit, RemoteProtocolError, ServiceSession, UnitAnswer, UnitOp, UnitStatus, transfer_key
-from flare_transport.bulk_socket import receive_into, receive_unit, send_all
+from flare_transport.bulk_socket import receive_into, receive_unit, send_all, set_bulk_options
 
 __all__ = ["BulkService"]
 
@@ -47,9 +47,9 @@ class BulkService:
 
     def serve(self, sock: socket.socket, session: ServiceSession) -> None:
         """Serve units until the other side closes the connection, or something is wrong with it."""
-        self._sockets.add(sock)
+        self._sockets.add(set_bulk_options(sock))
         try:
-            while (unit := receive_unit(sock, idle_seconds=None)) is not None:
+            while (unit := receive_unit(sock)) is not None:
                 if not self._serve_unit(sock, session, unit):
                     return
         except (OSError, RemoteProtocolError) as error:

@@ -42,6 +42,7 @@ from flare_transport import (
     dial_service,
     transfer_key,
 )
+from flare_transport.bulk_socket import set_bulk_options
 
 __all__ = ["PoolClient", "PoolRefused", "PoolUnavailable", "connect_to_pool"]
 
@@ -106,7 +107,7 @@ class PoolClient:
     def open_bulk(self, *, timeout_seconds: float) -> socket.socket:
         """One more bulk connection. Blocks. Raises PoolUnavailable."""
         try:
-            return dial_bulk(self.address, self.session, timeout_seconds=timeout_seconds)
+            return set_bulk_options(dial_bulk(self.address, self.session, timeout_seconds=timeout_seconds))
         except (OSError, TransportError) as error:
             raise PoolUnavailable(f"no bulk connection to {self.address}: {error}") from error
 

@@ -22,7 +22,7 @@ from flare_cache.host_memory import Passage, aligned_buffer, copy_views
 from flare_cache.job_check import POOL_SESSION_BYTES
 from flare_cache.jobs import Job
 from flare_cache.outcomes import ShardedLimits
-from flare_cache.pool.bulk_client import BulkConnections, TcpRange
+from flare_cache.pool.bulk_client import PIECE_BYTES, BulkConnections, Taker, TcpRange
 from flare_cache.pool.client import PoolClient, PoolUnavailable
 from flare_cache.pool.messages import (
     Done,
@@ -40,11 +40,11 @@ from flare_cache.pool.messages import (
 from flare_cache.pool.shard_source import ShardReader, ShardSource
 from flare_cache.pool.staging import BufferState, StagingBuffers
 from flare_cache.record import Problem, RecordError, RecordHeader, check_header, decode_header, file_layout
-from flare_cache.transfer import Item, Part, Transfer, check_same_record, job_items, split_parts
-from flare_core.geometry import Geometry
+from flare_cache.transfer import Item, Part, Transfer, check_same_record, flat_views, job_items, split_parts
+from flare_core.geometry import PAGE_ALIGNMENT, Geometry, align_up
 from flare_core.ports import PageMemory
 
-__all__ = ["PART_BYTES", "PoolShelf"]
+__all__ = ["PART_BYTES", "PoolShelf", "staging_bytes"]
 
 PART_BYTES = 8 << 20
 _BUDGET_SHARE = 0.7
@@ -68,7 +68,7 @@ class PoolShelf:
     Attributes:
         geometry, set_fingerprint, passage: as for the disk.
         source: where this rank's shards are put from.
-        staging: buffers of at least ``PART_BYTES`` and of a page and a row; one for each thread of the lane.
+        staging: buffers of ``staging_bytes``; one for each thread of the lane.
         clock: monotonic seconds.
     """
 
@@ -157,15 +157,21 @@ class PoolShelf:
         return _Exchange(session, job, deadline, self.clock, self.geometry.rank)
 
     def _header(self, exchange: _Exchange, num_bytes: int) -> RecordHeader:
-        buffer = aligned_buffer(num_bytes)
+        landing = aligned_buffer(min(PIECE_BYTES, num_bytes))
+        buffer = bytearray()
         with exchange.session.connections.lend(exchange.deadline) as line:
-            exchange.get(line, offset=0, view=buffer, seen=lambda _: None)
+            exchange.get(line, offset=0, num_bytes=num_bytes, landing=landing, take=buffer.extend)
         expected = exchange.grant.header_digest
         if expected and bytes(buffer[-len(expected) :]) != expected:
             raise RecordError(Problem.HEADER_DIGEST, "the shard's header is not the one of its manifest")
-        header = decode_header(buffer)
+        header = decode_header(memoryview(buffer))
         check_header(header, set_fingerprint=self.set_fingerprint, geometry=self.geometry)
         return header
+
+
+def staging_bytes(geometry: Geometry) -> int:
+    """Bytes of one staging buffer: a piece that is being received, and the largest part."""
+    return align_up(PIECE_BYTES + max(PART_BYTES, geometry.page_bytes, geometry.row_stride), PAGE_ALIGNMENT)
 
 
 def _budget(num_bytes: int) -> float:
@@ -200,8 +206,8 @@ class _Exchange:
             raise PoolUnavailable("the job's time with the pool is up")
         return self.session.client.request(message, timeout_seconds=remaining)
 
-    def get(self, line: TcpRange, *, offset: int, view: memoryview, seen: Callable[[memoryview], None]) -> None:
-        line.get(self._key(), self.grant.transfer, offset=offset, view=view, seen=seen)
+    def get(self, line: TcpRange, *, offset: int, num_bytes: int, landing: memoryview, take: Taker) -> None:
+        line.get(self._key(), self.grant.transfer, offset=offset, num_bytes=num_bytes, landing=landing, take=take)
 
     def put(self, line: TcpRange, *, offset: int, view: memoryview) -> None:
         line.put(self._key(), self.grant.transfer, offset=offset, view=view)
@@ -234,29 +240,47 @@ class _PoolFetch:
         buffer = shelf.staging.take(exchange.deadline)
         state = BufferState.QUIET
         try:
-            num_bytes = sum(item.num_bytes for item in part)
             with exchange.session.connections.lend(exchange.deadline) as line:
                 try:
-                    self._receive(line, part, buffer[:num_bytes])
+                    if shelf.passage.part_bytes is None:
+                        self._receive_to_pages(line, part, buffer)
+                    else:
+                        self._receive_all(line, part, buffer)
                 except BaseException:
                     state = line.cancel()
                     raise
-            with shelf.passage.incoming([item.segments for item in part]) as window:
-                at = 0
-                for item, views in zip(part, window.sections, strict=True):
-                    copy_views(views, [buffer[at : at + item.num_bytes]])
-                    at += item.num_bytes
-                window.deliver()
         except RecordError as error:
             self._bad = error
             raise
         finally:
             shelf.staging.give_back(buffer, state)
 
-    def _receive(self, line: TcpRange, part: Part, buffer: memoryview) -> None:
+    def _receive_to_pages(self, line: TcpRange, part: Part, buffer: memoryview) -> None:
+        """Pages in host memory: each piece is digested and copied on while the cache has it."""
+        with self.shelf.passage.incoming([item.segments for item in part]) as window:
+            self._receive(line, part, buffer, [view for views in window.sections for view in views])
+            window.deliver()
+
+    def _receive_all(self, line: TcpRange, part: Part, buffer: memoryview) -> None:
+        """Pages behind staging of their own, which disks need too: it is borrowed when the part is there, verified."""
+        num_bytes = sum(item.num_bytes for item in part)
+        whole = buffer[PIECE_BYTES : PIECE_BYTES + num_bytes]
+        self._receive(line, part, buffer, [whole])
+        with self.shelf.passage.incoming([item.segments for item in part]) as window:
+            copy_views(flat_views(window), [whole])
+            window.deliver()
+
+    def _receive(self, line: TcpRange, part: Part, buffer: memoryview, targets: Sequence[memoryview]) -> None:
         """One range for all items of the part; each is digested as its pieces come."""
         digests = _PartDigests(self.header, self.shelf.geometry.rank, part)
-        self.exchange.get(line, offset=part[0].offset, view=buffer, seen=digests.update)
+        filling = _Filling(targets)
+
+        def take(piece: memoryview) -> None:
+            digests.update(piece)
+            filling.append(piece)
+
+        num_bytes = sum(item.num_bytes for item in part)
+        self.exchange.get(line, offset=part[0].offset, num_bytes=num_bytes, landing=buffer[:PIECE_BYTES], take=take)
         digests.verify()
 
     def finish(self) -> int:
@@ -270,6 +294,25 @@ class _PoolFetch:
         """Nothing is left behind: pages belong to a job that has failed."""
         self.exchange.end(self._bad)
         return True
+
+
+class _Filling:
+    """Memory that is filled from its beginning on."""
+
+    def __init__(self, targets: Sequence[memoryview]) -> None:
+        self._targets = [view for view in targets if len(view)]
+
+    def append(self, piece: memoryview) -> None:
+        """The next bytes."""
+        while piece:
+            target = self._targets[0]
+            step = min(len(target), len(piece))
+            copy_views([target[:step]], [piece[:step]])
+            piece = piece[step:]
+            if step == len(target):
+                self._targets.pop(0)
+            else:
+                self._targets[0] = target[step:]
 
 
 class _PartDigests:
