@@ -141,6 +141,27 @@ def test_a_manager_that_dies_under_a_restore_makes_it_a_miss(start) -> None:
     assert second.restore(list(range(12))).num_tokens == 0
 
 
+def test_after_a_restore_that_no_rank_could_get_the_pool_is_left_alone_twice_as_long_each_time(start) -> None:
+    pool = ScriptedPool()
+    put(on(start(pool)), list(range(12)))
+    second = on(start(pool))
+    store, tier, now = second.leader.store, second.leader.store.pool, [2.0**20 + time.monotonic()]
+    store._clock = lambda: now[0]
+    store._fetches._clock = store._clock
+    pauses = []
+    for _ in range(7):
+        second.wait(store.prepare(second.query(list(range(12)))))
+        pool.is_up = False
+        assert second.restore(list(range(12))).num_tokens == 0
+        pool.is_up = True
+        assert store.prepare(second.query(list(range(12)))) is None
+        pauses.append(round(tier._quiet_until - now[0], 3))
+        now[0] = tier._quiet_until
+    assert pauses == [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0]
+    assert restore(second, list(range(12))).num_tokens == 12
+    assert tier._quiet_seconds == 1.0
+
+
 def test_a_lookup_that_is_not_answered_ends_with_its_time_and_the_pool_is_left_alone_for_a_moment(start) -> None:
     pool = ScriptedPool()
     put(on(start(pool)), list(range(12)))

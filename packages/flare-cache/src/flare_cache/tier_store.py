@@ -167,13 +167,13 @@ class TierStore:
 
     def prepare(self, query: PrefixQuery) -> int | None:
         """See the port."""
-        pool = self._pool
-        if pool is None or not pool.is_on:
+        pool, now = self._pool, self._clock()
+        if pool is None or not pool.is_readable(now):
             return None
         num_local = max((tier.index.num_present(query.keys) for tier in self._readable()), default=0)
         ticket = next(self._tickets)
         first_page = max(num_local, query.num_device_pages)
-        return ticket if pool.prepare(query, ticket=ticket, first_page=first_page, now=self._clock()) else None
+        return ticket if pool.prepare(query, ticket=ticket, first_page=first_page, now=now) else None
 
     def prefilled(self, num_tokens: int, seconds: float) -> None:
         """See the port."""
@@ -188,11 +188,11 @@ class TierStore:
             if record is not None:
                 tier.index.use(record)
         local = self._find(query, readable)
-        pool = self._pool
-        if pool is None or not pool.is_on:
+        pool, now = self._pool, self._clock()
+        if pool is None or not pool.is_readable(now):
             return local
         found = self._find(query, [*readable, TierIndex(Tier.POOL, pool.index)])
-        return found if pool.is_worth(found, beyond=local, now=self._clock()) else local
+        return found if pool.is_worth(found, beyond=local, now=now) else local
 
     def _readable(self) -> list[TierIndex]:
         return [tier for tier in self._indexes if self._records[tier.tier].health.reads_stopped is None]

@@ -31,7 +31,9 @@ LOOKUP_SECONDS = 0.5
 FETCH_PATIENCE_SECONDS = 2.0
 """A restore from the pool that has not begun by then is computed instead."""
 QUIET_SECONDS = 1.0
-"""After a lookup that was not answered, or a restore that failed: the pool is not asked for so long."""
+MAX_QUIET_SECONDS = 30.0
+"""After a lookup that was not answered, or a restore that a rank could not get: the pool is left alone for so long, and
+twice as long after each further one, until a restore has succeeded or a session begins."""
 _log = logging.getLogger(__name__)
 
 
@@ -106,6 +108,7 @@ class PoolTier:
         self._lookups: dict[int, _Lookup] = {}
         self._ready: list[int] = []
         self._quiet_until = 0.0
+        self._quiet_seconds = QUIET_SECONDS
         self._num_lookups = 0
         self._num_unanswered = 0
 
@@ -131,12 +134,16 @@ class PoolTier:
         """Whether the pool can be asked."""
         return self._session is not None
 
+    def is_readable(self, now: float) -> bool:
+        """Whether it is to be asked and restored from: on, and not left alone for a moment."""
+        return self._session is not None and now >= self._quiet_until
+
     def prepare(self, query: PrefixQuery, *, ticket: int, first_page: int, now: float) -> bool:
         """Ask the pool about what local tiers lack, from ``first_page`` on; False: there is nobody or nothing to ask.
 
         ``ticket`` comes with :meth:`take_ready` once the answer, or its time, has come.
         """
-        if self._session is None or now < self._quiet_until or first_page >= len(query.keys):
+        if self._session is None or not self.is_readable(now) or first_page >= len(query.keys):
             return False
         self._num_lookups += 1
         self._lookups[ticket] = _Lookup(query, now + LOOKUP_SECONDS, first_page)
@@ -187,7 +194,13 @@ class PoolTier:
 
     def _unanswered(self, now: float) -> None:
         self._num_unanswered += 1
-        self._quiet_until = now + QUIET_SECONDS
+        self._be_quiet(now)
+
+    def _be_quiet(self, now: float) -> None:
+        if now < self._quiet_until:
+            return  # it was asked before the trouble was known
+        self._quiet_until = now + self._quiet_seconds
+        self._quiet_seconds = min(MAX_QUIET_SECONDS, 2 * self._quiet_seconds)
 
     def is_worth(self, found: Restorable, *, beyond: Restorable, now: float) -> bool:
         """Whether what the pool adds to ``beyond``, what local tiers have, is quicker restored than computed."""
@@ -221,10 +234,11 @@ class PoolTier:
         """Forget it; where a rank could not reach the pool, leave that alone for a moment."""
         self._mirror.forget(record)
         if any(failure.status is not JobStatus.BAD_RECORD for failure in failures):
-            self._quiet_until = now + QUIET_SECONDS
+            self._be_quiet(now)
 
     def restored(self, num_bytes: int, seconds: float) -> None:
         """A restore from the pool has succeeded."""
+        self._quiet_seconds = QUIET_SECONDS
         self.break_even.fetched(num_bytes, seconds)
 
     # -- puts --------------------------------------------------------------------------------------------------------
@@ -297,7 +311,7 @@ class PoolTier:
     def _turned_on(self, session: PoolSession) -> None:
         self._session = session
         self._mirror.clear()
-        self._quiet_until = 0.0
+        self._quiet_until, self._quiet_seconds = 0.0, QUIET_SECONDS
         self._puts.begin(session)
 
     def _turned_off(self, reason: str) -> None:
