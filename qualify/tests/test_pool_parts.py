@@ -8,7 +8,7 @@ from random import Random
 import pytest
 
 from flare_cache.jobs import Extent, RecordIdentity
-from flare_cache.pool.messages import Commit, Has, Presence, Refused, RefusedReason
+from flare_cache.pool.messages import Commit, Grant, Has, Presence, PutFinish, PutStart, Refused, RefusedReason
 from flare_cli.bench_pool.rank import Shape
 from flare_core.errors import UsageError
 from flare_core.geometry import Axis, Geometry, Plane, SetIdentity
@@ -18,7 +18,7 @@ from flare_qualify.group import GroupError
 from flare_qualify.peers_pool import Rates, mooncake_side, ratio
 from flare_qualify.pool_process import PoolProcess, pool_of, wait_flushed, wait_pool
 from flare_qualify.sim.loop import EventLoop
-from flare_qualify.sim.pool_manager import SimManager
+from flare_qualify.sim.pool_manager import SimConnection, SimManager
 from flare_qualify.workloads.prompts import prompt_of
 from flare_qualify.workloads.requests import ask
 
@@ -27,13 +27,14 @@ def _manager() -> SimManager:
     axes = (Axis("token", 4), Axis("dim", 8))
     geometries = tuple(Geometry(rank, 2, 4, (Plane("kv", "uint8", axes),), 0) for rank in range(2))
     identity = SetIdentity(bytes(32), 4, "uint8", "uint8", "cpu", 1, geometries)
-    return SimManager(
-        loop=EventLoop(),
-        rng=Random(1),
-        identity=identity,
-        latency_seconds=0.001,
-        counts=Counter(),
-    )
+    manager = SimManager(loop=EventLoop(), rng=Random(1), identity=identity, latency_seconds=0.001, counts=Counter())
+    manager.start()
+    return manager
+
+
+def _connect(manager: SimManager, rank: int, lost: list[str] | None = None) -> SimConnection:
+    on_lost = (lost if lost is not None else []).append
+    return manager.connect(rank, bytes(16), after=lambda _, __, call: call(), on_lost=on_lost)
 
 
 RECORD = RecordIdentity(
@@ -50,25 +51,35 @@ RECORD = RecordIdentity(
 
 
 def test_the_simulated_manager_makes_nothing_visible_whose_shards_are_missing():
-    manager = _manager()
-    reply = manager.answer(Commit(record=RECORD, extent=Extent.ROW, token_ids=bytes(16)))
+    connection = _connect(_manager(), 0)
+    reply = connection.ask(Commit(record=RECORD, extent=Extent.ROW, token_ids=bytes(16)))
     assert isinstance(reply, Refused)
     assert reply.reason is RefusedReason.INCOMPLETE
-    assert manager.answer(Has(keys=RECORD.key)) == Presence(present=b"\0")
+    assert connection.ask(Has(keys=RECORD.key)) == Presence(present=b"\0")
 
 
 def test_the_simulated_manager_takes_no_shard_that_is_another_records():
-    with pytest.raises(OSError, match="header"):
-        _manager().put(RECORD, Extent.ROW, 0, bytes(4096))
+    manager = _manager()
+    connection = _connect(manager, 0)
+    grant = connection.ask(PutStart(record=RECORD, extent=Extent.ROW, rank=0, num_bytes=4096))
+    assert isinstance(grant, Grant)
+    transfer = manager.transfer(connection, grant.transfer)
+    assert transfer is not None
+    transfer.num_received = 4096
+    manager.received[grant.transfer] = bytes(4096)
+    reply = connection.ask(PutFinish(transfer=grant.transfer))
+    assert isinstance(reply, Refused)
+    assert reply.reason is RefusedReason.CORRUPT
+    assert not manager.storage.objects
 
 
 def test_a_simulated_manager_that_was_started_anew_has_another_epoch_and_loses_its_connections():
     manager = _manager()
     lost: list[str] = []
-    connection = manager.connect(0, bytes(16), after=lambda _, __, call: call(), on_lost=lost.append)
+    connection = _connect(manager, 0, lost)
     manager.crash()
     with pytest.raises(ConnectionRefusedError):
-        manager.connect(0, bytes(16), after=lambda _, __, call: call(), on_lost=lost.append)
+        _connect(manager, 0)
     manager.start()
     assert lost == ["the manager is gone"]
     assert manager.epoch != connection.epoch

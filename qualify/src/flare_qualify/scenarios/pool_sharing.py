@@ -55,9 +55,8 @@ class Sharing:
             distance = total_variation(answer.logprobs, self.references.answers[name].logprobs)
             self.context.check(distance == 0.0, f"{when}, {name}: total variation {distance:.2e}")
             is_whole = answer.total_cached == len(prompt) - 1 and answer.cached_tokens[tier] == answer.total_cached
-            self.context.check(
-                is_whole, f"{when}, {name}: {answer.cached_tokens} of {len(prompt)}, not all from {tier}"
-            )
+            what = f"{answer.cached_tokens} of {len(prompt)}, not all from {tier}"
+            self.context.check(is_whole, f"{when}, {name}: {what}: {pool_of(group)}")
             self.context.restored(answer, tier=tier)
         group.wait_stored()
         check_parity(self.context, group, when)

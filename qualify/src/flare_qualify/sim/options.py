@@ -80,7 +80,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
         faults: kinds and weights.
         fault_events: mean number of events between two faults.
         call_fault_rate: of each kind of failing disk call.
-        has_pool: the ranks share a pool. pool_records: that may wait to be put, in records of the largest size.
+        has_pool: the ranks share a pool. pool_records: that may wait to be put, in records of the largest size;
+            pool_limit_records: that the manager keeps, 0: any number.
     """
 
     seed: int
@@ -116,6 +117,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True):
     call_fault_rate: float
     has_pool: bool = False
     pool_records: int = 8
+    pool_limit_records: int = 0
 
 
 def expand(seed: int, *, num_events: int = 1000) -> Options:
@@ -169,4 +171,5 @@ def expand(seed: int, *, num_events: int = 1000) -> Options:
         call_fault_rate=rng.choice((0.01, 0.03, 0.1)),
         has_pool=has_pool,
         pool_records=pool_rng.choice((1, 3, 8, 40)),
+        pool_limit_records=pool_rng.choice((0, 0, 3, 10)),
     )

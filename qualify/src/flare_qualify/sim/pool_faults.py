@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 
+from flare_cache.record import RecordError, decode_header
 from flare_qualify.sim.group import Group
 from flare_qualify.sim.loop import EventLoop
 from flare_qualify.sim.options import FaultKind
@@ -17,7 +18,8 @@ def heal_pool(pool: SimManager) -> None:
     """It works from now on. What was damaged stays so."""
     pool.start()
     pool.refusing.clear()
-    pool.slowness, pool.is_full = 1.0, False
+    pool.slowness, pool.storage.is_full = 1.0, False
+    pool.is_dying = False
 
 
 class PoolFaults:
@@ -70,31 +72,34 @@ class PoolFaults:
         self._later("is fast again", recover, most=1.0)
 
     def _fill(self) -> None:
-        pool = self._pool
-        pool.is_full = True
+        storage = self._pool.storage
+        storage.is_full = True
 
         def empty() -> None:
-            pool.is_full = False
+            storage.is_full = False
 
         self._later("has space", empty, most=0.5)
 
     def _evict(self) -> None:
-        manifests = self._pool.manifests()
+        manifests = self._pool.storage.manifests()
         if manifests:
-            self._pool.evict(self._rng.choice(manifests).record.key)
+            self._pool.condemn(self._rng.choice(manifests).record.key)
 
     def _rot(self) -> None:
-        pool = self._pool
-        names = sorted(name for name, data in pool.objects.items() if data and "/shards/" in name)
+        storage = self._pool.storage
+        names = storage.shard_names()
         for name in names if self._rng.random() < 0.5 else self._rng.sample(names, min(1, len(names))):
-            data = bytearray(pool.objects[name])
-            data[self._place(name, bytes(data))] ^= 1 << self._rng.randrange(8)
-            pool.objects[name] = bytes(data)
-            pool.damaged.add(name)
+            data = bytearray(storage.objects[name])
+            data[self._place(bytes(data))] ^= 1 << self._rng.randrange(8)
+            storage.objects[name] = bytes(data)
+            storage.damaged.add(name)
 
-    def _place(self, name: str, data: bytes) -> int:
+    def _place(self, data: bytes) -> int:
         """Anywhere, or among the few bytes of a page that a token depends on."""
-        header = self._pool.header_in(data, int(name.rpartition(".")[2]))
-        if header is None or self._rng.random() < 0.3:
+        try:
+            header = decode_header(memoryview(data))
+        except RecordError:
+            return self._rng.randrange(len(data))
+        if self._rng.random() < 0.3:
             return self._rng.randrange(len(data))
         return header.layout.section_offset(self._rng.randrange(header.layout.num_pages or 1)) + self._rng.randrange(8)

@@ -1,57 +1,55 @@
-"""The pool's manager in a simulated world: storage that lasts, a process over it that dies, and connections to it.
+"""The pool's manager in a simulated world: its real core and its storage work, a process that dies, and connections.
 
-Written from the contract (``flare_cache.pool.manifest``, ``messages``), so that the ranks' machines are held against
-it and not against themselves. What ranks do with it is not known here.
+What storage does are events of their own, so that the process can die between any two of them. What ranks do with the
+pool is not known here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from random import Random
 
-from flare_cache.jobs import Extent, RecordIdentity
-from flare_cache.pool.manifest import Manifest, Shard, decode_manifest, encode_manifest, manifest_name, shard_name
-from flare_cache.pool.messages import (
-    Commit,
-    Committed,
-    Find,
-    Found,
-    Has,
-    Presence,
-    Refused,
-    RefusedReason,
-    Reply,
-    Request,
+from flare_cache.pool.core import PoolCore
+from flare_cache.pool.core_words import (
+    Answer,
+    CheckShard,
+    CoreEffect,
+    DeleteObjects,
+    LandShard,
+    PoolLimits,
+    PutManifest,
+    Transfer,
 )
-from flare_cache.pool.shard_source import extent_bytes
-from flare_cache.record import RecordError, RecordHeader, check_header, decode_header
+from flare_cache.pool.memory_tier import MemoryTier
+from flare_cache.pool.messages import POOL_PROTOCOL, Refused, Register, Registered, Reply, Request
+from flare_cache.pool.storage_work import check_stored_shard, delete_objects, land_shard, put_manifest
 from flare_core.geometry import SetIdentity
-from flare_core.keys import packed_chain_keys
 from flare_qualify.sim.links import After
-from flare_qualify.sim.loop import EventLoop
-from flare_qualify.sim.records import section_problem
+from flare_qualify.sim.loop import EventLoop, Violation
+from flare_qualify.sim.pool_storage import SimStorage
 
-__all__ = ["SimConnection", "SimManager"]
+__all__ = ["GRACE_SECONDS", "NAMESPACE", "SimConnection", "SimManager"]
 
-_KEY_BYTES = 32
-_GRACE_SECONDS = 5.0
-_NAMESPACE = bytes(32)
+NAMESPACE = bytes(32)
+GRACE_SECONDS = 3.0
+_TRANSFER_SECONDS = 2.5
+_TICK_SECONDS = 0.5
 
 
 @dataclass(slots=True, eq=False)
 class SimConnection:
-    """One rank's registered connection; ``after`` schedules in that rank's process."""
+    """One rank's registered connection; ``after`` schedules in that rank's process. ``id`` is the link's session."""
 
     pool: SimManager
-    rank: int
-    session: bytes
+    id: bytes
     epoch: bytes
     after: After
     on_lost: Callable[[str], None]
     manager: str = "simulated"
     is_open: bool = True
+    num_requests: int = 0
 
     def request_later(
         self, request: Request, on_reply: Callable[[Reply | None], None], *, timeout_seconds: float
@@ -63,10 +61,12 @@ class SimConnection:
             if waiting:
                 waiting.pop()(reply)
 
+        def come_back(reply: Reply) -> None:
+            self.after(self.pool.trip(), "the pool answers", lambda: answer(reply))
+
         def arrive() -> None:
             if self.is_open:
-                reply = self.pool.answer(request)
-                self.after(self.pool.trip(), "the pool answers", lambda: answer(reply))
+                self.pool.request(self, request, come_back)
 
         if not self.is_open:
             self.after(0.0, "the pool is gone", lambda: answer(None))
@@ -74,11 +74,21 @@ class SimConnection:
         self.pool.loop.after(self.pool.trip(), "the pool is asked", arrive)
         self.after(timeout_seconds, "the pool is late", lambda: answer(None))
 
+    def ask(self, request: Request) -> Reply:
+        """Ask within one event, storage work included. Raises OSError."""
+        if not self.is_open:
+            raise ConnectionResetError("the connection to the pool broke")
+        found: list[Reply] = []
+        self.pool.request(self, request, found.append, is_at_once=True)
+        if not found:
+            raise Violation("the pool answers", f"{type(request).__name__} was not answered")
+        return found[0]
+
     def close(self) -> None:
         """This side ends it."""
-        self.is_open = False
-        if self in self.pool.connections:
-            self.pool.connections.remove(self)
+        if self.is_open:
+            self.is_open = False
+            self.pool.ended(self)
 
     def lose(self, reason: str, *, seconds: float) -> None:
         """It breaks, and this rank learns of it some time later."""
@@ -91,13 +101,12 @@ class SimManager:
     """See the module.
 
     Attributes:
-        objects: what the storage holds, by name.
-        damaged: names of objects that were changed behind the manager's back.
+        limit_bytes: of everything visible; None: none.
         refusing: ranks whose next connection is refused.
-        registered: by session, the epoch of the manager that each rank registered with.
-        slowness: factor of every delay. is_full: it takes no shard.
+        registered: by session of the ranks, the epoch of the manager that each rank registered with.
+        received: bytes of puts, by transfer.
+        slowness: factor of every delay.
         is_dying: it dies when the next rank has registered, and another process takes its place at once.
-        committed: keys of all that has ever been visible.
     """
 
     loop: EventLoop
@@ -105,28 +114,46 @@ class SimManager:
     identity: SetIdentity
     latency_seconds: float
     counts: Counter[str]
-    objects: dict[str, bytes] = field(default_factory=dict)
-    damaged: set[str] = field(default_factory=set)
+    limit_bytes: int | None = None
+    storage: SimStorage = field(default_factory=SimStorage)
     refusing: set[int] = field(default_factory=set)
     connections: list[SimConnection] = field(default_factory=list)
     registered: dict[bytes, dict[int, bytes]] = field(default_factory=dict)
-    committed: set[bytes] = field(default_factory=set)
+    received: dict[bytes, bytes] = field(default_factory=dict)
     slowness: float = 1.0
-    is_full: bool = False
-    is_up: bool = True
+    is_up: bool = False
     is_dying: bool = False
     epoch: bytes = b""
-    _index: dict[bytes, Manifest] = field(default_factory=dict)
-    _by_page: dict[bytes, bytes] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        self.epoch = self.rng.randbytes(16)
+    _core: PoolCore | None = None
+    _waiting: dict[tuple[bytes, int], Callable[[Reply], None]] = field(default_factory=dict)
+    _is_at_once: bool = False
 
     def trip(self) -> float:
         """Seconds that a message takes."""
         return self.latency_seconds * (0.5 + self.rng.random()) * self.slowness
 
     # -- the process -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """A process over the storage, unless there is one."""
+        if self.is_up:
+            return
+        self.is_up, self.epoch = True, self.rng.randbytes(16)
+        limits = PoolLimits(
+            limit_bytes=self.limit_bytes, transfer_seconds=_TRANSFER_SECONDS, grace_seconds=GRACE_SECONDS
+        )
+        core = PoolCore(epoch=self.epoch, name="simulated", limits=limits, draw_transfer=lambda: self.rng.randbytes(16))
+        core.adopt(NAMESPACE, self.storage.manifests())
+        self._core = core
+        self._tick(core)
+
+    def crash(self, *, notice_seconds: float = 0.2) -> None:
+        """The process dies; what it had stored stays, and each rank learns of it when it does."""
+        self.is_up, self._core = False, None
+        self._waiting.clear()
+        self.received.clear()
+        for connection in list(self.connections):
+            connection.lose("the manager is gone", seconds=self.trip() + notice_seconds * self.rng.random())
 
     def connect(self, rank: int, session: bytes, *, after: After, on_lost: Callable[[str], None]) -> SimConnection:
         """A rank registers. Raises OSError."""
@@ -135,8 +162,23 @@ class SimManager:
         if rank in self.refusing:
             self.refusing.discard(rank)
             raise PermissionError("the staging cannot be registered")
-        connection = SimConnection(self, rank, session, self.epoch, after, on_lost)
+        connection = SimConnection(self, self.rng.randbytes(16), self.epoch, after, on_lost)
         self.connections.append(connection)
+        reply = connection.ask(
+            Register(
+                protocol=POOL_PROTOCOL,
+                namespace=NAMESPACE,
+                set_fingerprint=self.identity.fingerprint(),
+                world_size=len(self.identity.geometries),
+                rank=rank,
+                session=session,
+                instance="simulated",
+                model="simulated",
+                buffers=(),
+            )
+        )
+        if not isinstance(reply, Registered):
+            raise PermissionError(str(reply))
         self.registered.setdefault(session, {})[rank] = self.epoch
         if self.is_dying:
             self.is_dying = False
@@ -144,142 +186,85 @@ class SimManager:
             self.loop.after(self.latency_seconds / 10, "the pool is back", self.start)
         return connection
 
-    def crash(self, *, notice_seconds: float = 0.2) -> None:
-        """The process dies; what it had stored stays, and each rank learns of it when it does."""
-        self.is_up = False
-        self._index.clear()
-        self._by_page.clear()
-        for connection in list(self.connections):
-            connection.lose("the manager is gone", seconds=self.trip() + notice_seconds * self.rng.random())
+    def ended(self, connection: SimConnection) -> None:
+        """A connection is no more."""
+        self.connections.remove(connection)
+        core = self._core
+        if core is not None and connection.epoch == self.epoch:
+            self._run(core, core.ended(connection.id, self.loop.now))
 
-    def start(self) -> None:
-        """Another process over the same storage."""
-        if not self.is_up:
-            self.is_up, self.epoch = True, self.rng.randbytes(16)
-            for name, data in sorted(self.objects.items()):
-                if "/manifests/" in name:
-                    self._learn(decode_manifest(data))
+    def _tick(self, core: PoolCore) -> None:
+        if core is self._core:
+            self._run(core, core.tick(self.loop.now))
+            self.loop.after(_TICK_SECONDS, "the manager's clock", lambda: self._tick(core))
 
-    # -- requests --------------------------------------------------------------------------------------------------
+    # -- the core --------------------------------------------------------------------------------------------------
 
-    def manifests(self) -> list[Manifest]:
-        """Everything visible, as the storage has it."""
-        return [decode_manifest(data) for name, data in sorted(self.objects.items()) if "/manifests/" in name]
-
-    def manifest(self, key: bytes) -> Manifest | None:
-        """Of a visible record."""
-        return self._index.get(key)
-
-    def answer(self, request: Request) -> Reply:
-        """What the manager says."""
-        match request:
-            case Has(keys=keys):
-                return Presence(present=bytes(key in self._index for key in _split(keys)))
-            case Find(keys=keys):
-                return self._find(_split(keys))
-            case Commit():
-                return self.commit(request)
-            case _:
-                return Refused(reason=RefusedReason.MALFORMED)
-
-    def _find(self, keys: list[bytes]) -> Found:
-        found: dict[bytes, Manifest] = {}
-        matched = 0
-        for key in keys:
-            name = self._by_page.get(key)
-            if name is None:
-                break
-            found[name] = self._index[name]
-            matched += 1
-        ends = {keys[matched - 1]} if matched else set()
-        near = (one for one in self._index.values() if one.record.start_key in ends or one.record.start == 0)
-        found |= {one.record.key: one for one in near}
-        return Found(manifests=tuple(found.values()), num_pages=matched)
-
-    def commit(self, request: Commit) -> Reply:
-        """Make a record visible, if every shard is in."""
-        record = request.record
-        visible = self._index.get(record.key)
-        if visible is not None:
-            return Committed(store_id=visible.record.store_id)
-        shards: list[Shard] = []
-        for rank in range(len(self.identity.geometries)):
-            header = self.shard_header(record, rank)
-            data = self.objects.get(shard_name(_NAMESPACE, record.key, record.store_id, rank), b"")
-            if header is None or len(data) != extent_bytes(header.layout, request.extent):
-                return Refused(reason=RefusedReason.INCOMPLETE, detail=f"rank {rank}")
-            shards.append(Shard(len(data), bytes(32)))
-        manifest = Manifest(
-            record=record, extent=request.extent, token_ids=request.token_ids, shards=tuple(shards), created_at=0.0
-        )
-        self.objects[manifest_name(_NAMESPACE, record.key)] = encode_manifest(manifest)
-        self._learn(manifest)
-        self.counts["committed"] += 1
-        return Committed(store_id=record.store_id)
-
-    def _learn(self, manifest: Manifest) -> None:
-        record = manifest.record
-        self._index[record.key] = manifest
-        self.committed.add(record.key)
-        for key in packed_chain_keys(record.start_key, manifest.token_ids, record.page_tokens):
-            self._by_page.setdefault(key, record.key)
-
-    def evict(self, key: bytes) -> None:
-        """Drop a record: the manifest now, the shards after a grace."""
-        manifest = self._index.pop(key, None)
-        if manifest is None:
+    def request(
+        self,
+        connection: SimConnection,
+        request: Request,
+        on_reply: Callable[[Reply], None],
+        *,
+        is_at_once: bool = False,
+    ) -> None:
+        """A request arrives; the answer comes when storage has done what it takes, unless the process dies."""
+        core = self._core
+        if core is None:
             return
-        self._by_page = {page: record for page, record in self._by_page.items() if record != key}
-        self.objects.pop(manifest_name(_NAMESPACE, key), None)
-        self.damaged.discard(manifest_name(_NAMESPACE, key))
-        names = [self.name_of(manifest.record, rank) for rank in range(len(manifest.shards))]
-        self.loop.after(_GRACE_SECONDS, "the pool forgets shards", lambda: self._forget(manifest.record, names))
+        connection.num_requests += 1
+        number = connection.num_requests
+        self._waiting[connection.id, number] = on_reply
+        self._is_at_once = is_at_once
+        self._run(core, core.handle(connection.id, number, request, self.loop.now))
+        self._is_at_once = False
 
-    def _forget(self, record: RecordIdentity, names: list[str]) -> None:
-        visible = self._index.get(record.key)
-        if visible is None or visible.record.store_id != record.store_id:
-            for name in names:
-                self.objects.pop(name, None)
-                self.damaged.discard(name)
+    def transfer(self, connection: SimConnection, transfer: bytes) -> Transfer | None:
+        """A transfer that units on this connection may name now."""
+        return None if self._core is None else self._core.transfer(connection.id, transfer, self.loop.now)
 
-    # -- shards ----------------------------------------------------------------------------------------------------
+    def condemn(self, key: bytes) -> None:
+        """Drop a record and what extends it, as an operator would."""
+        core = self._core
+        if core is not None:
+            self._run(core, core.condemn(NAMESPACE, key, self.loop.now))
 
-    def name_of(self, record: RecordIdentity, rank: int) -> str:
-        """Of a shard."""
-        return shard_name(_NAMESPACE, record.key, record.store_id, rank)
+    def _run(self, core: PoolCore, effects: Iterable[CoreEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Answer(session, number, reply):
+                    on_reply = self._waiting.pop((session, number), None)
+                    if on_reply is not None:
+                        on_reply(reply)
+                case LandShard():
+                    self._apart(core, "the pool lands a shard", lambda one=effect: self._land(core, one))  # type: ignore[misc]
+                case PutManifest():
+                    self._apart(core, "the pool commits", lambda one=effect: self._commit(core, one))  # type: ignore[misc]
+                case CheckShard():
+                    self._apart(core, "the pool checks", lambda one=effect: self._check(core, one))  # type: ignore[misc]
+                case DeleteObjects():
+                    self._apart(core, "the pool deletes", lambda one=effect: delete_objects(self.storage, one))  # type: ignore[misc]
 
-    def shard_header(self, record: RecordIdentity, rank: int) -> RecordHeader | None:
-        """The header of a shard, if there is one and it is that record's."""
-        data = self.objects.get(self.name_of(record, rank))
-        header = None if data is None else self.header_in(data, rank)
-        return header if header is not None and header.identity == record else None
+    def _apart(self, core: PoolCore, what: str, work: Callable[[], None]) -> None:
+        """In a thread of the process, which may die before."""
+        if self._is_at_once:
+            work()
+        else:
+            self.loop.after(self.trip(), what, lambda: work() if core is self._core else None)
 
-    def header_in(self, data: bytes, rank: int) -> RecordHeader | None:
-        """The header that begins a shard's bytes, if it is sound."""
-        try:
-            header = decode_header(memoryview(data))
-            check_header(header, set_fingerprint=self.identity.fingerprint(), geometry=self.identity.geometries[rank])
-        except RecordError:
-            return None
-        return header
+    def _land(self, core: PoolCore, effect: LandShard) -> None:
+        transfer = effect.transfer
+        data = memoryview(bytearray(self.received.pop(transfer.id, b"")))
+        outcome = land_shard(effect, self.storage.begin(transfer.name, len(data)), data)
+        self.counts["shards put"] += not isinstance(outcome, Refused)
+        self._run(core, core.landed(transfer, effect.number, outcome))
 
-    def put(self, record: RecordIdentity, extent: Extent, rank: int, data: bytes) -> None:
-        """Verify a shard and keep it. Raises OSError."""
-        problem = self.shard_problem(record, extent, rank, data)
-        if problem is not None:
-            raise OSError(problem)
-        self.objects[self.name_of(record, rank)] = data
-        self.counts["shards put"] += 1
+    def _commit(self, core: PoolCore, effect: PutManifest) -> None:
+        outcome = put_manifest(self.storage, effect)
+        self.counts["committed"] += outcome is None
+        self._run(core, core.manifest_put(effect.namespace, effect.key, outcome, self.loop.now))
 
-    def shard_problem(self, record: RecordIdentity, extent: Extent, rank: int, data: bytes) -> str | None:
-        """What is wrong with a shard's bytes; None: nothing."""
-        header = self.header_in(data, rank)
-        if header is None or header.identity != record:
-            return "the shard's header is not this record's"
-        if len(data) != extent_bytes(header.layout, extent):
-            return f"the shard has {len(data)} bytes, which is not its {extent}"
-        return section_problem(header, memoryview(data), rank)
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]
+    def _check(self, core: PoolCore, effect: CheckShard) -> None:
+        problem = check_stored_shard(self.storage, MemoryTier(0), effect)
+        self.counts["bad shards found"] += problem is not None
+        self._run(core, core.checked(effect, problem, self.loop.now))

@@ -5,15 +5,16 @@ What is restored from it is checked as from any tier (see :mod:`checks`).
 
 from __future__ import annotations
 
-from flare_cache.pool.manifest import manifest_name
+from flare_cache.pool.manifest import Manifest, shard_name
+from flare_cache.pool.shard_source import extent_bytes
+from flare_cache.record import RecordError, check_header, decode_header
 from flare_core.prefix import Tier
 from flare_qualify.sim.group import Group
 from flare_qualify.sim.loop import Violation
-from flare_qualify.sim.pool_manager import SimManager
+from flare_qualify.sim.pool_manager import NAMESPACE, SimManager
+from flare_qualify.sim.records import section_problem
 
 __all__ = ["PoolRules"]
-
-_NAMESPACE = bytes(32)
 
 
 class PoolRules:
@@ -43,27 +44,36 @@ class PoolRules:
         self._pool.counts["pool on"] += rank == 0
 
     def check(self, group: Group) -> None:
-        """What is visible is whole, and rank zero believes no record there that is not."""
-        pool = self._pool
-        for manifest in pool.manifests():
+        """What is visible is whole, and rank zero believes no record there that never was."""
+        storage = self._pool.storage
+        for manifest in storage.manifests():
             record = manifest.record
-            if manifest_name(_NAMESPACE, record.key) in pool.damaged:
-                continue
             if len(manifest.shards) != len(self._ranks):
                 raise Violation("visible only whole", f"{record.key.hex()[:16]} has {len(manifest.shards)} shards")
             for rank in self._ranks:
-                name = pool.name_of(record, rank)
-                if name in pool.damaged:
-                    continue
-                data = pool.objects.get(name)
-                problem = "missing" if data is None else pool.shard_problem(record, manifest.extent, rank, data)
+                name = shard_name(NAMESPACE, record.key, record.store_id, rank)
+                problem = None if name in storage.damaged else self._problem(manifest, rank, storage.objects.get(name))
                 if problem is not None:
                     raise Violation("visible only whole", f"{record.key.hex()[:16]} on rank {rank}: {problem}")
         store = group.leader.store
         local = store._records[Tier.DISK].index.records() if store is not None else iter(())
         for one in local:
-            if one.in_pool and one.key not in pool.committed:
+            if one.in_pool and one.key not in storage.committed:
                 raise Violation("said to be in the pool", f"{one.key.hex()[:16]} never was")
+
+    def _problem(self, manifest: Manifest, rank: int, data: bytes | None) -> str | None:
+        """What is wrong with a shard, found by code of the checkers' own; None: nothing."""
+        if data is None:
+            return "missing"
+        identity = self._pool.identity
+        try:
+            header = decode_header(memoryview(data))
+            check_header(header, set_fingerprint=identity.fingerprint(), geometry=identity.geometries[rank])
+        except RecordError as error:
+            return str(error)
+        if header.identity != manifest.record or len(data) != extent_bytes(header.layout, manifest.extent):
+            return f"{len(data)} bytes of {header.identity}"
+        return section_problem(header, memoryview(data), rank)
 
     def check_at_rest(self, group: Group) -> None:
         """Every rank is in the session of rank zero, and nothing is pending."""

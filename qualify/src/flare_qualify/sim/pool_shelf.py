@@ -12,9 +12,28 @@ from dataclasses import dataclass, field
 from flare_cache.host_memory import aligned_buffer
 from flare_cache.jobs import Job
 from flare_cache.pool.agent import PoolConnection
+from flare_cache.pool.messages import (
+    Done,
+    GetStart,
+    Grant,
+    PutFinish,
+    PutStart,
+    Refused,
+    RefusedReason,
+    Release,
+    ReportBad,
+)
 from flare_cache.pool.shard_source import ShardReader, ShardSource
-from flare_cache.record import Problem, RecordError, RecordHeader
-from flare_cache.transfer import Part, Transfer, job_items, split_parts, verify_items
+from flare_cache.record import Problem, RecordError, RecordHeader, check_header, decode_header, file_layout
+from flare_cache.transfer import (
+    Part,
+    Transfer,
+    check_same_record,
+    flat_views,
+    job_items,
+    split_parts,
+    verify_items,
+)
 from flare_core.geometry import Geometry
 from flare_core.ports import PageMemory
 from flare_qualify.sim.memory import SimPassage
@@ -26,6 +45,7 @@ BUDGET_SECONDS = 3.5
 """0.7 of the least deadline that rank zero sets."""
 _PUT_PARTS = 2
 _ALIGNMENT = 4096
+_DIGEST_BYTES = 32
 
 
 @dataclass(slots=True)
@@ -58,40 +78,92 @@ class SimPoolShelf:
 
     def fetch(self, job: Job, memory: PageMemory, *, since: float) -> Transfer:
         """See ``PoolPort``."""
-        connection = self._connection(job)
-        manifest = self.pool.manifest(job.record.key)
-        if manifest is None or manifest.record != job.record:
-            raise RecordError(Problem.MISSING, job.record.key.hex()[:16])
-        header = self.pool.shard_header(job.record, self.rank)
-        data = self.pool.objects.get(self.pool.name_of(job.record, self.rank))
-        if header is None or data is None:
-            raise RecordError(Problem.MISSING, "the shard cannot be read")
-        items = job_items(job, header.layout, memory)
-        parts = split_parts(items, self.part_bytes)
-        if parts and parts[-1][-1].offset + parts[-1][-1].num_bytes > len(data):
-            raise RecordError(Problem.TRUNCATED, "the shard ends before")
-        return _Fetch(self, connection, since, header, data, parts)
+        connection = self._connection(job, since)
+        record = job.record
+        reply = connection.ask(GetStart(key=record.key, store_id=record.store_id, rank=self.rank))
+        if not isinstance(reply, Grant):
+            raise RecordError(Problem.MISSING, str(reply))
+        exchange = _Exchange(self, connection, since, job, reply)
+        try:
+            header = self._header(exchange)
+            parts = split_parts(job_items(job, header.layout, memory), self.part_bytes)
+            if parts[-1][-1].offset + parts[-1][-1].num_bytes > reply.num_bytes:
+                raise RecordError(Problem.TRUNCATED, "the shard ends before")
+        except BaseException as error:
+            exchange.end(error)
+            raise
+        return _Fetch(exchange, header, parts)
+
+    def _header(self, exchange: _Exchange) -> RecordHeader:
+        layout = file_layout(
+            exchange.job.record, page_bytes=self.geometry.page_bytes, row_stride=self.geometry.row_stride
+        )
+        data = exchange.read(0, layout.header_bytes)
+        if bytes(data[-_DIGEST_BYTES:]) != exchange.grant.header_digest:
+            raise RecordError(Problem.HEADER_DIGEST, "the shard's header is not the one of its manifest")
+        header = decode_header(data)
+        check_header(header, set_fingerprint=self.pool.identity.fingerprint(), geometry=self.geometry)
+        check_same_record(header.identity, exchange.job.record)
+        return header
 
     def put(self, job: Job, *, since: float) -> Transfer:
         """See ``PoolPort``."""
-        connection = self._connection(job)
-        manifest = self.pool.manifest(job.record.key)
-        if manifest is not None:
+        connection = self._connection(job, since)
+        reader = self.source.open_shard(job)
+        try:
+            reply = connection.ask(
+                PutStart(record=job.record, extent=job.extent, rank=self.rank, num_bytes=reader.num_bytes)
+            )
+        except BaseException:
+            reader.close()
+            raise
+        if isinstance(reply, Grant):
+            return _Put(_Exchange(self, connection, since, job, reply), reader)
+        reader.close()
+        if isinstance(reply, Refused) and reply.reason is RefusedReason.EXISTS:
             return _Nothing()
-        return _Put(self, connection, since, job, self.source.open_shard(job))
+        raise OSError(str(reply))
 
-    def _connection(self, job: Job) -> SimConnection:
+    def _connection(self, job: Job, since: float) -> SimConnection:
         if job.pool_session != self.session or self.connection is None:
             raise RecordError(Problem.MISSING, "another session")
-        self.check(self.connection, self.clock())
-        return self.connection
-
-    def check(self, connection: SimConnection, since: float) -> None:
-        """The connection still carries, and there is time left. Raises OSError."""
-        if not connection.is_open or connection.epoch != self.pool.epoch:
-            raise ConnectionResetError("the connection to the pool broke")
         if self.clock() - since > BUDGET_SECONDS:
             raise TimeoutError("the pool is too slow")
+        return self.connection
+
+
+@dataclass(slots=True)
+class _Exchange:
+    """One job's dealings with the manager."""
+
+    shelf: SimPoolShelf
+    connection: SimConnection
+    since: float
+    job: Job
+    grant: Grant
+
+    def check(self) -> str:
+        """The connection carries, the grant holds, and there is time left; the object's name. Raises OSError."""
+        transfer = self.shelf.pool.transfer(self.connection, self.grant.transfer)
+        if not self.connection.is_open or transfer is None:
+            raise ConnectionResetError("the connection to the pool broke, or the transfer is over")
+        if self.shelf.clock() - self.since > BUDGET_SECONDS:
+            raise TimeoutError("the pool is too slow")
+        return transfer.name
+
+    def read(self, offset: int, num_bytes: int) -> memoryview:
+        """Some of the shard. Raises OSError."""
+        view = memoryview(bytearray(num_bytes))
+        self.shelf.pool.storage.read(self.check(), offset, view)
+        return view
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Let the transfer go; a shard that is not what it should be is reported."""
+        connection, record = self.connection, self.job.record
+        connection.request_later(Release(transfer=self.grant.transfer), lambda _: None, timeout_seconds=5.0)
+        if isinstance(error, RecordError):
+            report = ReportBad(key=record.key, store_id=record.store_id, rank=self.shelf.rank, detail=str(error))
+            connection.request_later(report, lambda _: None, timeout_seconds=5.0)
 
 
 @dataclass(slots=True)
@@ -112,40 +184,39 @@ class _Nothing:
 
 @dataclass(slots=True)
 class _Fetch:
-    shelf: SimPoolShelf
-    connection: SimConnection
-    since: float
+    exchange: _Exchange
     header: RecordHeader
-    data: bytes
     parts: Sequence[Part]
-    num_bytes: int = 0
+    bad: RecordError | None = None
 
     def run(self, part: Part) -> None:
-        shelf = self.shelf
-        shelf.check(self.connection, self.since)
+        shelf = self.exchange.shelf
+        data = self.exchange.read(part[0].offset, sum(item.num_bytes for item in part))
         with shelf.passage.incoming([item.segments for item in part]) as window:
-            for item, views in zip(part, window.sections, strict=True):
-                at = item.offset
-                for view in views:
-                    view[:] = self.data[at : at + len(view)]
-                    at += len(view)
-            verify_items(part, window, header=self.header, geometry=shelf.geometry)
+            at = 0
+            for view in flat_views(window):
+                view[:] = data[at : at + len(view)]
+                at += len(view)
+            try:
+                verify_items(part, window, header=self.header, geometry=shelf.geometry)
+            except RecordError as error:
+                self.bad = error
+                raise
             window.deliver()
-        self.num_bytes += sum(item.num_bytes for item in part)
 
     def finish(self) -> int:
-        return self.num_bytes
+        self.exchange.check()
+        self.exchange.end()
+        return sum(item.num_bytes for part in self.parts for item in part)
 
     def abandon(self) -> bool:
+        self.exchange.end(self.bad)
         return True
 
 
 @dataclass(slots=True)
 class _Put:
-    shelf: SimPoolShelf
-    connection: SimConnection
-    since: float
-    job: Job
+    exchange: _Exchange
     reader: ShardReader
     sent: bytearray = field(default_factory=bytearray)
     parts: Sequence[Part] = ((),) * _PUT_PARTS
@@ -153,7 +224,7 @@ class _Put:
     def run(self, part: Part) -> None:
         """About half of what is left, or all of it."""
         del part
-        self.shelf.check(self.connection, self.since)
+        self.exchange.check()
         left = self.reader.num_bytes - len(self.sent)
         size = left if self.sent else max(_ALIGNMENT, left // _PUT_PARTS // _ALIGNMENT * _ALIGNMENT)
         if size:
@@ -162,13 +233,20 @@ class _Put:
             self.sent += buffer
 
     def finish(self) -> int:
-        self.shelf.check(self.connection, self.since)
-        if self.shelf.pool.is_full:
-            raise OSError("the pool is full")
-        self.shelf.pool.put(self.job.record, self.job.extent, self.shelf.rank, bytes(self.sent))
+        exchange = self.exchange
+        pool = exchange.shelf.pool
+        exchange.check()
+        transfer = pool.transfer(exchange.connection, exchange.grant.transfer)
+        if transfer is not None:
+            transfer.num_received = len(self.sent)
+            pool.received[transfer.id] = bytes(self.sent)
+        reply = exchange.connection.ask(PutFinish(transfer=exchange.grant.transfer))
+        if not isinstance(reply, Done):
+            raise OSError(str(reply))
         self.reader.close()
         return len(self.sent)
 
     def abandon(self) -> bool:
         self.reader.close()
+        self.exchange.end()
         return True

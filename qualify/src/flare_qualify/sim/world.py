@@ -83,7 +83,9 @@ class World:
                 identity=self.settings.identity,
                 latency_seconds=options.latency_seconds,
                 counts=counts,
+                limit_bytes=self._pool_limit(),
             )
+            self.pool.start()
             self.checks.pool = PoolRules(self.pool, options.world_size)
         self.workload = Workload(options, self.rng, oracle, streams.by_id, _VOCAB_SIZE)
         self.rates = disk_rates(options)
@@ -204,6 +206,12 @@ class World:
         return store is not None and any(
             not record.is_usable for records in store._records.values() for record in records.index.records()
         )
+
+    def _pool_limit(self) -> int | None:
+        options = self.options
+        geometries = self.settings.identity.geometries
+        record_bytes = sum(2 * PAGE + options.max_sections * one.page_bytes + one.row_stride for one in geometries)
+        return options.pool_limit_records * record_bytes or None
 
     def _until(self, what: str, seconds: float, is_so: Callable[[], bool]) -> None:
         deadline, last_event = self.loop.now + seconds, self.loop.num_events + _MAX_EVENTS

@@ -226,6 +226,7 @@ class PoolCore:
             return refusal
         name = shard_name(who.namespace, request.record.key, request.record.store_id, request.rank)
         found.reserved_bytes += request.num_bytes
+        self.space.spare(name)
         return self._grant(session, who, name, request.num_bytes, now, record=request.record, extent=request.extent)
 
     def _grant(

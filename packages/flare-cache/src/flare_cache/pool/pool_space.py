@@ -70,8 +70,12 @@ class PoolSpace:
 
     def tick(self, now: float) -> None:
         """Delete shards whose grace is over."""
-        self.deletions += [DeleteObjects(names) for at, names in self._doomed if now >= at]
+        self.deletions += [DeleteObjects(names) for at, names in self._doomed if now >= at and names]
         self._doomed = [(at, names) for at, names in self._doomed if now < at]
+
+    def spare(self, name: str) -> None:
+        """A shard of this name is to be put again: it is not deleted for what it once was."""
+        self._doomed = [(at, tuple(one for one in names if one != name)) for at, names in self._doomed]
 
     def _held_bytes(self) -> int:
         return sum(found.held_bytes for found in self.namespaces.values())

@@ -9,6 +9,8 @@ import msgspec
 
 from flare_cache.pool.agreement import PoolLeader, PoolVoter, Say
 from flare_cache.pool.agreement_messages import Lost, Propose, Vote
+from flare_cache.pool.core import PoolCore
+from flare_cache.pool.core_words import PutManifest
 from flare_cache.pool.manifest import Manifest, Shard, encode_manifest, manifest_name
 from flare_cache.pool.messages import Commit, Committed
 from flare_cache.pool.outbox import Outbox
@@ -16,7 +18,6 @@ from flare_cache.pool.pool_tier import PoolTier
 from flare_cache.pool.puts import PoolPuts, extent_of
 from flare_qualify.sim import pool_shelf
 from flare_qualify.sim.planted.patching import PlantedBug, exchange
-from flare_qualify.sim.pool_manager import SimManager
 
 __all__ = ["POOL_BUGS"]
 
@@ -108,22 +109,23 @@ def _committed_before_put() -> AbstractContextManager[None]:
         request = Commit(record=record.identity, extent=extent_of(record), token_ids=record.token_ids)
         session.requests.request_later(request, lambda _: None, timeout_seconds=10.0)
 
-    return exchange((PoolPuts, "_submit", _submit), (SimManager, "commit", _commit_blindly))
+    return exchange((PoolPuts, "_submit", _submit), (PoolCore, "_commit", _commit_blindly))
 
 
-def _commit_blindly(self: Any, request: Commit) -> Committed:
+def _commit_blindly(self: Any, session: bytes, number: int, *rest: Any) -> None:
+    who, request, _ = rest
     record = request.record
-    if record.key not in self._index:
-        manifest = Manifest(
-            record=record,
-            extent=request.extent,
-            token_ids=request.token_ids,
-            shards=tuple(Shard(4096, bytes(32)) for _ in self.identity.geometries),
-            created_at=0.0,
-        )
-        self.objects[manifest_name(bytes(32), record.key)] = encode_manifest(manifest)
-        self._learn(manifest)
-    return Committed(store_id=self._index[record.key].record.store_id)
+    manifest = Manifest(
+        record=record,
+        extent=request.extent,
+        token_ids=request.token_ids,
+        shards=tuple(Shard(4096, bytes(32)) for _ in range(who.world_size)),
+        created_at=0.0,
+    )
+    waiting = self._committing.setdefault((who.namespace, record.key), [])
+    waiting.append((session, number, manifest))
+    name = manifest_name(who.namespace, record.key)
+    self._effects.append(PutManifest(who.namespace, record.key, name, encode_manifest(manifest)))
 
 
 def _unverified() -> AbstractContextManager[None]:
