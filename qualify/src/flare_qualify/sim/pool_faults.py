@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 
+from flare_cache.pool.messages import Commit, Find, Register
 from flare_cache.record import RecordError, decode_header
 from flare_qualify.sim.group import Group
 from flare_qualify.sim.loop import EventLoop
@@ -19,7 +20,7 @@ def heal_pool(pool: SimManager) -> None:
     pool.start()
     pool.refusing.clear()
     pool.slowness, pool.storage.is_full = 1.0, False
-    pool.is_dying = False
+    pool.dying_of = None
 
 
 class PoolFaults:
@@ -47,8 +48,9 @@ class PoolFaults:
 
     def _crash(self) -> None:
         if self._rng.random() < 0.5:
-            self._pool.is_dying = True
-            self._cut()
+            self._pool.dying_of = self._rng.choice((Register, Find, Commit))
+            if self._pool.dying_of is Register:
+                self._cut()
         elif self._pool.is_up:
             self._pool.crash()
             self._later("is back", self._pool.start, most=self._rng.choice((0.01, 0.3, 2.0)))

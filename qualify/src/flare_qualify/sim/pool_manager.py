@@ -106,7 +106,7 @@ class SimManager:
         registered: by session of the ranks, the epoch of the manager that each rank registered with.
         received: bytes of puts, by transfer.
         slowness: factor of every delay.
-        is_dying: it dies when the next rank has registered, and another process takes its place at once.
+        dying_of: it dies of the next request of this kind, done or not, and another process soon takes its place.
     """
 
     loop: EventLoop
@@ -122,7 +122,7 @@ class SimManager:
     received: dict[bytes, bytes] = field(default_factory=dict)
     slowness: float = 1.0
     is_up: bool = False
-    is_dying: bool = False
+    dying_of: type[Request] | None = None
     epoch: bytes = b""
     _core: PoolCore | None = None
     _waiting: dict[tuple[bytes, int], Callable[[Reply], None]] = field(default_factory=dict)
@@ -180,11 +180,14 @@ class SimManager:
         if not isinstance(reply, Registered):
             raise PermissionError(str(reply))
         self.registered.setdefault(session, {})[rank] = self.epoch
-        if self.is_dying:
-            self.is_dying = False
-            self.loop.after(0.0, "the pool dies of a registration", lambda: self.crash(notice_seconds=3.0))
-            self.loop.after(self.latency_seconds / 10, "the pool is back", self.start)
+        if self.dying_of is Register:
+            self._die(notice_seconds=3.0)
         return connection
+
+    def _die(self, *, notice_seconds: float) -> None:
+        self.dying_of = None
+        self.loop.after(0.0, "the pool dies of a request", lambda: self.crash(notice_seconds=notice_seconds))
+        self.loop.after(self.latency_seconds / 10, "the pool is back", self.start)
 
     def ended(self, connection: SimConnection) -> None:
         """A connection is no more."""
@@ -212,6 +215,11 @@ class SimManager:
         core = self._core
         if core is None:
             return
+        if not is_at_once and type(request) is self.dying_of:
+            self._die(notice_seconds=0.3)
+            if self.rng.random() < 0.5:
+                return
+            on_reply, is_at_once = _unheard, True
         connection.num_requests += 1
         number = connection.num_requests
         self._waiting[connection.id, number] = on_reply
@@ -268,3 +276,8 @@ class SimManager:
         problem = check_stored_shard(self.storage, MemoryTier(0), effect)
         self.counts["bad shards found"] += problem is not None
         self._run(core, core.checked(effect, problem, self.loop.now))
+
+
+def _unheard(reply: Reply) -> None:
+    """The process dies before it has said it."""
+    del reply

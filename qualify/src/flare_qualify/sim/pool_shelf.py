@@ -228,9 +228,7 @@ class _Put:
         left = self.reader.num_bytes - len(self.sent)
         size = left if self.sent else max(_ALIGNMENT, left // _PUT_PARTS // _ALIGNMENT * _ALIGNMENT)
         if size:
-            buffer = memoryview(aligned_buffer(size))[:size]
-            self.reader.read_into(len(self.sent), buffer)
-            self.sent += buffer
+            self.sent += self.reader.read(len(self.sent), size, aligned_buffer(size))
 
     def finish(self) -> int:
         exchange = self.exchange
