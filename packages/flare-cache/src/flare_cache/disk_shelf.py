@@ -182,9 +182,11 @@ class _FileShard:
     fd: int
     num_bytes: int
 
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Read."""
+    def read(self, offset: int, num_bytes: int, buffer: memoryview) -> memoryview:
+        """Into the buffer."""
+        view = buffer[:num_bytes]
         read_sections(self.files, self.fd, views=[view], offset=offset)
+        return view
 
     def close(self) -> None:
         """Close the file."""

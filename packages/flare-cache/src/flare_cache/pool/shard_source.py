@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from flare_cache.host_memory import copy_views
 from flare_cache.jobs import Extent, Job
 from flare_cache.record import FileLayout, Problem, RecordError
 
@@ -13,15 +12,15 @@ __all__ = ["BytesShard", "ShardReader", "ShardSource", "extent_bytes", "require_
 
 
 class ShardReader(Protocol):
-    """An open shard. ``read_into`` may be called from several threads; it blocks and raises RecordError or OSError."""
+    """An open shard. ``read`` may be called from several threads; it blocks and raises RecordError or OSError."""
 
     @property
     def num_bytes(self) -> int:
         """Size of the shard."""
         ...
 
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Fill ``view``, aligned to 4096 bytes and a multiple of them, from ``offset``, a multiple too."""
+    def read(self, offset: int, num_bytes: int, buffer: memoryview) -> memoryview:
+        """A range, in ``buffer`` (aligned to 4096 bytes) or where it lies; offset and length are multiples of 4096."""
         ...
 
     def close(self) -> None:
@@ -63,10 +62,10 @@ class BytesShard:
     data: memoryview
     num_bytes: int
 
-    def read_into(self, offset: int, view: memoryview) -> None:
-        """Copy."""
-        copy_views([view], [self.data[offset : offset + len(view)]])
+    def read(self, offset: int, num_bytes: int, buffer: memoryview) -> memoryview:
+        """Where it lies."""
+        del buffer
+        return self.data[offset : offset + num_bytes]
 
     def close(self) -> None:
-        """Let the memory go."""
-        self.data.release()
+        """The record is not pinned for this shard any more."""

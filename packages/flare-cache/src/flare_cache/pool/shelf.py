@@ -367,8 +367,7 @@ class _PoolPut:
         buffer = self.shelf.staging.take(self.exchange.deadline)
         state = BufferState.QUIET
         try:
-            view = buffer[: item.num_bytes]
-            self.reader.read_into(item.offset, view)
+            view = self.reader.read(item.offset, item.num_bytes, buffer)
             with self.exchange.session.connections.lend(self.exchange.deadline) as line:
                 try:
                     self.exchange.put(line, offset=item.offset, view=view)
