@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
+
 from flare_cache.pool.storage import PoolStorage
 from flare_core.errors import UsageError
 
 __all__ = ["open_bucket"]
 
 _SCHEMES = ("s3", "gs", "az", "azure", "file")
+_RETRY_SECONDS = 20.0
 
 
 def open_bucket(url: str) -> PoolStorage:
@@ -29,9 +32,14 @@ def open_bucket(url: str) -> PoolStorage:
         msg = f"--store {url} needs the object store's client: pip install 'flare-cache[object-store]'"
         raise UsageError(msg) from error
     try:
-        storage = ObjectStorage(from_url(url, mkdir=True) if scheme == "file" else from_url(url))
+        if scheme == "file":
+            store = from_url(url, mkdir=True)
+        else:
+            # A rank that waits has given up by then, and tries again.
+            store = from_url(url, retry_config={"retry_timeout": timedelta(seconds=_RETRY_SECONDS)})
+        storage = ObjectStorage(store)
         next(iter(storage.list("v1/")), None)
     except (BaseError, OSError, ValueError) as error:
-        msg = f"--store {url} cannot be used: {error}"
+        msg = f"--store {url} cannot be used: {str(error).partition(chr(10))[0]}"
         raise UsageError(msg) from error
     return storage

@@ -124,14 +124,23 @@ def visible_places(core: PoolCore) -> set[tuple[bytes, bytes, bytes]]:
 def collect_leftovers(
     storage: PoolStorage, memory: MemoryTier, visible: set[tuple[bytes, bytes, bytes]], *, grace_seconds: float
 ) -> Collected:
-    """Remove shards that are no part of ``visible`` and older than the grace. Blocks on storage; raises OSError."""
+    """Remove shards that are no part of ``visible`` and older than the grace. Blocks on storage; raises OSError.
+
+    What belongs to a manifest that is not visible here (another manager has just put it, a newer flare has written it,
+    what it extends is missing) is left too: manifests are listed after the shards.
+    """
     now = time.time()
     gone: list[str] = []
     num_bytes = num_young = 0
-    for shards in list_objects(storage).shards.values():
+    listed = list_objects(storage).shards
+    seen = {(namespace, key) for namespace, key, _ in visible}
+    others = {(space, key) for space, keys in list_objects(storage).manifests.items() for key in keys} - seen
+    for shards in listed.values():
         for name, found in shards.items():
             parsed = parse_name(name)
-            if parsed is None or (parsed.namespace, parsed.key, parsed.store_id) in visible:
+            if parsed is None or (parsed.namespace, parsed.key) in others:
+                continue
+            if (parsed.namespace, parsed.key, parsed.store_id) in visible:
                 continue
             if now - found.modified_at < grace_seconds:
                 num_young += 1

@@ -12,6 +12,7 @@ import fcntl
 import itertools
 import os
 import secrets
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,6 +42,7 @@ class LocalStorage:
     stopped: str | None = None
     _lock: int = -1
     _serial: Iterator[int] = field(default_factory=itertools.count)
+    _durable: set[Path] = field(default_factory=set)
 
     def begin(self, name: str, num_bytes: int) -> LocalUpload:
         """See the port. Bytes go to a temporary file as they come."""
@@ -80,13 +82,15 @@ class LocalStorage:
 
     def list(self, prefix: str) -> Iterator[StoredObject]:
         """See the port. A file that goes meanwhile is left out."""
-        base = self._path(prefix) if not prefix.endswith("/") else self.root / prefix
-        for directory, _, names in os.walk(base):
-            for name in names:
-                path = Path(directory, name)
+        for directory, _, names in os.walk(self.root / prefix.rpartition("/")[0]):
+            for file in names:
+                path = Path(directory, file)
+                name = str(path.relative_to(self.root))
+                if not name.startswith(prefix):
+                    continue
                 with contextlib.suppress(FileNotFoundError):
                     status = path.stat()
-                    yield StoredObject(str(path.relative_to(self.root)), status.st_size, status.st_mtime)
+                    yield StoredObject(name, status.st_size, status.st_mtime)
 
     def delete(self, names: Sequence[str]) -> None:
         """See the port."""
@@ -151,13 +155,13 @@ class LocalStorage:
             os.close(fd)
 
     def _make_directory(self, path: Path) -> None:
-        """The directory with its parents, each durable in its own."""
-        if path.is_dir():
+        """The directory with its parents, each durable in its own; that one is there may be of a manager that died."""
+        if path == self.root or path in self._durable:
             return
         self._make_directory(path.parent)
-        with contextlib.suppress(FileExistsError):
-            path.mkdir(mode=0o700)
+        path.mkdir(mode=0o700, exist_ok=True)
         self._sync_directory(path.parent)
+        self._durable.add(path)
 
 
 @dataclass(slots=True)
@@ -168,10 +172,22 @@ class LocalUpload:
     target: Path
     temporary: Path
     fd: int
+    _num_writers: int = 0
+    _is_ended: bool = False
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Write at once: the disk works while the rest is on its way."""
-        write_all(self.fd, view, offset)
+        """Write at once: the disk works while the rest is on its way. Raises OSError once it has ended."""
+        with self._mutex:
+            if self._is_ended:
+                raise OSError(errno.ECANCELED, "given up while it was received")
+            self._num_writers += 1
+        try:
+            write_all(self.fd, view, offset)
+        finally:
+            with self._mutex:
+                self._num_writers -= 1
+                self._close_if_unused()
 
     def commit(self, data: memoryview) -> None:
         """Sync the file, give it its name, sync the directory."""
@@ -193,7 +209,13 @@ class LocalUpload:
         _remove(self.temporary)
 
     def _close(self) -> None:
-        if self.fd >= 0:
+        with self._mutex:
+            self._is_ended = True
+            self._close_if_unused()
+
+    def _close_if_unused(self) -> None:
+        # The number of a closed descriptor is soon another file's: none is closed under a writer.
+        if self._is_ended and not self._num_writers and self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 

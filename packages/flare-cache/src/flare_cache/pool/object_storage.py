@@ -38,7 +38,7 @@ class _ObjectUpload:
         try:
             obstore.put(self.store, self.name, data)
         except BaseError as error:
-            raise OSError(f"{self.name}: {error}") from error
+            raise _fault(self.name, error) from error
 
     def abort(self) -> None:
         """Nothing was sent."""
@@ -62,7 +62,7 @@ class ObjectStorage:
         except AlreadyExistsError:
             return False
         except BaseError as error:
-            raise OSError(f"{name}: {error}") from error
+            raise _fault(name, error) from error
         return True
 
     def read(self, name: str, offset: int, view: memoryview) -> None:
@@ -72,7 +72,7 @@ class ObjectStorage:
         except (NotFoundError, FileNotFoundError) as error:
             raise FileNotFoundError(name) from error
         except BaseError as error:
-            raise OSError(f"{name}: {error}") from error
+            raise _fault(name, error) from error
         data = memoryview(found)
         if len(data) != len(view):
             raise OSError(f"{name} ends at {offset + len(data)}")
@@ -88,7 +88,7 @@ class ObjectStorage:
                     if not rest or name.startswith(prefix):
                         yield StoredObject(name, found["size"], found["last_modified"].timestamp())
         except BaseError as error:
-            raise OSError(f"{prefix}: {error}") from error
+            raise _fault(prefix, error) from error
 
     def delete(self, names: Sequence[str]) -> None:
         """See the port."""
@@ -99,4 +99,9 @@ class ObjectStorage:
                 except (NotFoundError, FileNotFoundError):
                     continue
                 except BaseError as error:
-                    raise OSError(f"{name}: {error}") from error
+                    raise _fault(name, error) from error
+
+
+def _fault(name: str, error: BaseError) -> OSError:
+    """The fault in one line: clients of object stores append pages of their insides."""
+    return OSError(f"{name}: {str(error).partition(chr(10))[0]}")

@@ -204,10 +204,11 @@ class PoolServer:
 
     def _refresh(self) -> None:
         """See what other managers of the same storage have put and removed."""
+        # First what is known here: what is committed while storage is listed is not taken for gone.
+        with self._lock:
+            known = {namespace: set(index.manifests) for namespace, index in self.core.namespaces.items()}
         try:
             listed = list_objects(self.storage).manifests
-            with self._lock:
-                known = {namespace: set(index.manifests) for namespace, index in self.core.namespaces.items()}
             unknown = {
                 namespace: {key: found for key, found in keys.items() if key not in known.get(namespace, ())}
                 for namespace, keys in listed.items()
@@ -218,7 +219,6 @@ class PoolServer:
             return
         with self._lock:
             for namespace, keys in known.items():
-                # What was committed here since the listing began is in neither.
                 self.core.vanished(namespace, [key for key in keys if key not in listed.get(namespace, {})])
             for namespace, manifests in loaded.items():
                 self.core.adopt(namespace, manifests)

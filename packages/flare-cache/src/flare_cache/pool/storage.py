@@ -22,7 +22,10 @@ class Upload(Protocol):
     """An object on its way. Blocks and raises OSError as storage does."""
 
     def write(self, offset: int, view: memoryview) -> None:
-        """Some bytes of it have come, whole blocks but for the last; from any thread, in any order, each once."""
+        """Some bytes of it have come; from any thread, in any order, each once.
+
+        Whole blocks of 4096 bytes but for the last, at an address of such a block.
+        """
         ...
 
     def commit(self, data: memoryview) -> None:
