@@ -13,7 +13,7 @@ from flare_qualify.group import Group
 from flare_qualify.models import ORACLES
 from flare_qualify.pool_process import clear_records, pool_of, wait_flushed, wait_pool
 from flare_qualify.run_context import Context
-from flare_qualify.scenario import Scenario
+from flare_qualify.scenario import SUITES, Scenario
 from flare_qualify.workloads.prompts import extend, prompt_of
 from flare_qualify.workloads.requests import ask
 
@@ -150,13 +150,21 @@ def run_tenants(context: Context, *, model: str) -> None:
     sharing.restore(second, "the same salt and key")
 
 
-def _sharing(model: str, *, is_tls: bool, seconds: float, needs: tuple[str, ...] = ()) -> Scenario:
+def _sharing(
+    model: str,
+    *,
+    is_tls: bool,
+    seconds: float,
+    needs: tuple[str, ...] = (),
+    suites: tuple[str, ...] = SUITES,
+) -> Scenario:
     return Scenario(
         name=f"pool-sharing-{model}-{'tls' if is_tls else 'tcp'}",
         proves="A second instance, and a first with empty disks, restore from the pool what was computed, bit for bit.",
         rows=("B1", "B4", "B6"),
         seconds=seconds,
         needs=needs,
+        suites=suites,
         run=partial(run_sharing, model=model, is_tls=is_tls),
     )
 
@@ -164,8 +172,8 @@ def _sharing(model: str, *, is_tls: bool, seconds: float, needs: tuple[str, ...]
 SCENARIOS = (
     _sharing("oracle-rows", is_tls=True, seconds=15),
     _sharing("oracle", is_tls=False, seconds=15),
-    _sharing("tiny-llama", is_tls=True, seconds=60, needs=("torch",)),
-    _sharing("default", is_tls=True, seconds=120, needs=("torch", "default-model")),
+    _sharing("tiny-llama", is_tls=True, seconds=22, needs=("torch",)),
+    _sharing("default", is_tls=True, seconds=120, needs=("torch", "default-model"), suites=("long",)),
     Scenario(
         name="pool-killed-rank",
         proves="A rank that was killed, with its disk or without, has its cache again after a restart.",
@@ -177,7 +185,7 @@ SCENARIOS = (
         name="pool-tenants",
         proves="What one salt, salt key or model has put into the pool is nothing to any other.",
         rows=("B1",),
-        seconds=20,
+        seconds=30,
         run=partial(run_tenants, model="oracle"),
     ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from flare_cache.pool.client import PoolRefused, connect_to_pool
+from flare_cache.pool.messages import POOL_PROTOCOL, Register
 from flare_qualify.checkers.answers import References
 from flare_qualify.checkers.processes import exit_codes
 from flare_qualify.group import Group, GroupError, free_port
@@ -14,6 +16,7 @@ from flare_qualify.run_context import Context
 from flare_qualify.scenario import Scenario
 from flare_qualify.workloads.prompts import prompt_of
 from flare_qualify.workloads.requests import ask, drop_device_copies
+from flare_transport import Address, Security
 
 __all__ = ["SCENARIOS"]
 
@@ -180,6 +183,7 @@ def run_refusals(context: Context) -> None:
         context.fault_fired(f"refused: {name}", f"exit codes {codes}")
         group.kill_all()
     _refuse_second_manager(context, pool)
+    _refuse_the_future(context, pool)
 
 
 def _refuse_second_manager(context: Context, pool: PoolProcess) -> None:
@@ -192,6 +196,37 @@ def _refuse_second_manager(context: Context, pool: PoolProcess) -> None:
         context.fault_fired("refused: two managers over one directory", str(error)[-200:])
     else:
         context.check(False, "two managers serve one directory")
+
+
+def _refuse_the_future(context: Context, pool: PoolProcess) -> None:
+    """A rank whose flare speaks a later version than the manager's is told both versions."""
+    register = Register(
+        protocol=POOL_PROTOCOL + 1,
+        namespace=bytes(32),
+        set_fingerprint=bytes(32),
+        world_size=1,
+        rank=0,
+        session=bytes(16),
+        instance="from the future",
+        model="",
+        buffers=(),
+    )
+    try:
+        client = connect_to_pool(
+            Address("127.0.0.1", pool.port),
+            key=bytes.fromhex(pool.key_file.read_text()),
+            security=Security.TLS,
+            register=register,
+            on_lost=lambda _: None,
+        )
+    except PoolRefused as refused:
+        words = [str(POOL_PROTOCOL), str(POOL_PROTOCOL + 1), "version"]
+        missing = [word for word in words if word not in str(refused)]
+        context.check(not missing, f"a later version is refused without {missing}: {refused}")
+        context.fault_fired("refused: a later version", str(refused))
+    else:
+        client.close()
+        context.check(False, "a rank of a later version was taken in")
 
 
 SCENARIOS = (

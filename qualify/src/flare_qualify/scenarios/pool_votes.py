@@ -94,7 +94,7 @@ def run_failpoints(context: Context) -> None:
     references = _learned(context, pool)
     group = context.group("oracle", 2, *pool.group_options())
     names = [f"{action} at {point} of rank {rank}" for rank, point in POINTS for action in _ACTIONS]
-    for name in context.cases(context.some(names, every=3)):
+    for name in context.cases(context.some(names, every=6)):
         action, _, point, _, _, rank = name.split()
         if action == "pause":
             action = _LATE_PAUSE if point == "pool.vote" else _LINK_PAUSE
@@ -190,8 +190,8 @@ SCENARIOS = (
         name="pool-votes-cut",
         proves="A rank that dies, hangs or fails at any step of the agreement leaves no rank on alone.",
         rows=("B2", "B5"),
-        seconds=90,
-        long_seconds=300,
+        seconds=40,
+        long_seconds=250,
         run=run_failpoints,
     ),
     Scenario(
