@@ -21,6 +21,7 @@ from flare_core.plan import StepPlan
 from flare_core.prefix import PrefixQuery, Restorable, StoreEvent, StoreRequest, Tier
 from flare_qualify.sim.disk import SimDisk
 from flare_qualify.sim.group import Group
+from flare_qualify.sim.join_rules import check_joined
 from flare_qualify.sim.leader import Leader
 from flare_qualify.sim.ledger import Place, job_places, row_place
 from flare_qualify.sim.loop import EventLoop, Violation
@@ -128,60 +129,7 @@ class Checks:
 
     def joined(self, leader: Leader) -> None:
         """Rank zero has joined: every rank holds the kept set, and nothing that was counted on is lost."""
-        group = self.group
-        if group is None or leader.store is None:
-            return
-        group.has_joined = True
-        self.counts["joins"] += 1
-        kept = {record.key: record for record in leader.store._records[Tier.DISK].index.records()}
-        num_evicted = self._num_evicted_by_join(leader)
-        for key, (store_id, _) in self.reported.items():
-            record = kept.get(key)
-            if (record is None or record.identity.store_id != store_id) and not self._is_loss_excused(key):
-                num_evicted -= 1
-                if num_evicted < 0:
-                    raise Violation("reported record lost", f"{key.hex()[:16]} is not kept by the join")
-        for record in kept.values():
-            parent = record.identity.parent_key
-            if parent and parent not in kept:
-                raise Violation("parents", f"{record.key.hex()[:16]} is kept without {parent.hex()[:16]}")
-        names = {record_file_name(key) for key in kept}
-        for disk in self.disks:
-            surplus = sorted(name for name in disk.records() if name not in names)
-            if surplus and not all(self.is_excused(disk, name) for name in surplus):
-                raise Violation("join", f"rank {disk.rank} still has {surplus[0][:16]}, which is not kept")
-        self.reported = {key: (one.identity.store_id, one.identity.parent_key) for key, one in kept.items()}
-        self.check_held(leader, Tier.DISK)
-        for process in group.processes:
-            if process.is_alive:
-                self._take_stock(self.disks[process.rank], names)
-
-    def _num_evicted_by_join(self, leader: Leader) -> int:
-        """Records that went for the limit: a power cut that takes unlinks back leaves more than it holds."""
-        if not any(disk.cut or disk.excused for disk in self.disks) or leader.report is None:
-            return 0
-        return leader.report.ranks[0].verdicts.get("over-limit", 0)
-
-    def _take_stock(self, disk: SimDisk, kept: set[str]) -> None:
-        """What is excused from now on: damage, and what the join could not read and therefore left where it is."""
-        disk.excused = {name for name, inode in disk.names.items() if inode.is_damaged} | (disk.records().keys() - kept)
-        disk.cut.clear()
-
-    def _is_loss_excused(self, key: bytes) -> bool:
-        """A fault that may take records took this one, or one that it extends, on some rank."""
-        while key:
-            name = record_file_name(key)
-            for disk in self.disks:
-                inode = disk.names.get(name)
-                is_cut = name in disk.cut and not self.is_power_durable
-                is_rotten = inode is not None and inode.is_damaged and name not in disk.cut
-                if name in disk.excused or is_cut or is_rotten:
-                    return True
-            known = self.reported.get(key)
-            if known is None:
-                return True
-            key = known[1]
-        return False
+        check_joined(self, leader)
 
     def check_held(self, leader: Leader, tier: Tier) -> None:
         """Every rank holds what the index of a tier offers."""

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 from flare_cache.dispatcher import Dispatcher
 from flare_cache.jobs import Job
 from flare_cache.join import Finished
+from flare_cache.join_report import JoinReport
 from flare_cache.outcomes import Outcome, ShardedLimits
 from flare_cache.record_group import LeaderGroup, new_store
 from flare_cache.record_plan import FileSizes
@@ -268,6 +269,11 @@ class Leader:
         """Ask the engine to end in order."""
         self.is_asked_to_drain = True
         self.put(commands)
+
+    @property
+    def report(self) -> JoinReport | None:
+        """Of the join, once it has ended."""
+        return self._group.report if self._group is not None else None
 
     @property
     def pool_session(self) -> bytes | None:
