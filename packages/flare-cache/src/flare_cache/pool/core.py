@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from flare_cache.jobs import RecordIdentity
+from flare_cache.pool.core_answers import answer_find, answer_has, disagreement
 from flare_cache.pool.core_words import (
     Answer,
     CheckShard,
@@ -30,11 +31,9 @@ from flare_cache.pool.messages import (
     Committed,
     Done,
     Find,
-    Found,
     GetStart,
     Grant,
     Has,
-    Presence,
     PutFinish,
     PutStart,
     Refused,
@@ -47,13 +46,10 @@ from flare_cache.pool.messages import (
     Request,
 )
 from flare_cache.pool.pool_index import PoolIndex
-from flare_cache.pool.pool_space import Namespace, PoolSpace
+from flare_cache.pool.pool_space import PoolSpace
 from flare_cache.record import BLOCK_BYTES, identity_problem
 
 __all__ = ["PoolCore"]
-
-_KEY_BYTES = 32
-_MAX_FOUND_BYTES = 8 << 20
 
 
 class PoolCore:
@@ -142,9 +138,9 @@ class PoolCore:
         reply: Reply | None = Refused(reason=RefusedReason.MALFORMED, detail=type(request).__name__)
         match request:
             case Find():
-                reply = _find(self.space.namespaces.get(who.namespace), request)
+                reply = answer_find(self.space.namespaces.get(who.namespace), request)
             case Has():
-                reply = _presence(self.space.namespaces.get(who.namespace), request)
+                reply = answer_has(self.space.namespaces.get(who.namespace), request)
             case GetStart():
                 reply = self._get(session, who, request, now)
             case PutStart():
@@ -311,7 +307,7 @@ class PoolCore:
         if record.parent_key and not found.index.has(record.parent_key):
             return Refused(reason=RefusedReason.INCOMPLETE, detail="the record that it extends is not in the pool")
         facts = [shards[rank] for rank in range(who.world_size)]
-        problem = _disagreement(record, request, facts)
+        problem = disagreement(record, request, facts)
         if problem:
             del found.landed[place]
             return Refused(reason=RefusedReason.CORRUPT, detail=problem)
@@ -370,39 +366,3 @@ class PoolCore:
         effects, self._effects = [*self._effects, *self.space.deletions], []
         self.space.deletions.clear()
         return effects
-
-
-def _find(found: Namespace | None, request: Find) -> Reply:
-    if len(request.keys) % _KEY_BYTES or len(request.root) != _KEY_BYTES:
-        return Refused(reason=RefusedReason.MALFORMED, detail=f"{len(request.keys)} bytes of keys")
-    if found is None:
-        return Found(manifests=(), num_pages=0)
-    manifests, num_pages = found.index.find(request.root, _split(request.keys), request.first_page)
-    num_bytes = 0
-    for number, manifest in enumerate(manifests):
-        num_bytes += len(manifest.token_ids) + 4096
-        if num_bytes > _MAX_FOUND_BYTES and number:
-            taken = manifests[:number]
-            last = taken[-1].record
-            reached = (last.end - last.tail_tokens) // last.page_tokens
-            return Found(manifests=tuple(taken), num_pages=reached, more=reached > request.first_page)
-    return Found(manifests=tuple(manifests), num_pages=num_pages)
-
-
-def _presence(found: Namespace | None, request: Has) -> Reply:
-    if len(request.keys) % _KEY_BYTES:
-        return Refused(reason=RefusedReason.MALFORMED, detail=f"{len(request.keys)} bytes of keys")
-    return Presence(present=bytes(found is not None and found.index.has(key) for key in _split(request.keys)))
-
-
-def _disagreement(record: RecordIdentity, request: Commit, facts: Sequence[ShardFacts]) -> str:
-    """Why these shards are not one record's; empty where they are. Ranks' headers must be equal but for the rank."""
-    if any(fact.record != record or fact.extent is not request.extent for fact in facts):
-        return "a rank's shard is of another record or extent"
-    if len({fact.invariant_digest for fact in facts}) != 1 or facts[0].token_ids != request.token_ids:
-        return "the ranks' shards differ in what must be equal"
-    return ""
-
-
-def _split(keys: bytes) -> list[bytes]:
-    return [keys[at : at + _KEY_BYTES] for at in range(0, len(keys), _KEY_BYTES)]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import statistics
@@ -164,5 +163,3 @@ def print_rows(rows: list[Row], shape: Shape, console: Console) -> None:
             row.name, f"{row.pool_rate / _GIGA:.2f}", f"{row.socket_rate / _GIGA:.2f}", disk, f"{row.ratio:.2f}"
         )
     console.print(table)
-    with contextlib.suppress(OSError):
-        os.sync()

@@ -92,5 +92,61 @@ def cache(
     return 0
 
 
+@bench.command()
+@click.option(
+    "--directory", metavar="DIR", default=".", show_default="this one",
+    help="Where the manager stores; on the disk to measure. Removed afterwards.",
+)  # fmt: skip
+@click.option("--page-bytes", metavar="SIZE", default="8MiB", show_default=True, help="One page.")
+@click.option(
+    "--pages", "num_pages", metavar="N", type=click.IntRange(1, 32), default=8, show_default=True,
+    help="Pages of a shard.",
+)  # fmt: skip
+@click.option(
+    "--records", "num_records", metavar="N", type=click.IntRange(1, 1000), default=8, show_default=True,
+    help="Shards that are moved in a round.",
+)  # fmt: skip
+@click.option(
+    "--connections", metavar="N", type=click.IntRange(1, 64), default=4, show_default=True,
+    help="Of the rank, and of the raw transfer.",
+)  # fmt: skip
+@click.option("--rounds", metavar="N", type=click.IntRange(1, 1000), default=5, show_default=True, help="In turns.")
+@click.option("--json", "json_file", metavar="FILE", help="Write the figures there as well.")
+def pool(
+    *,
+    directory: str,
+    page_bytes: str,
+    num_pages: int,
+    num_records: int,
+    connections: int,
+    rounds: int,
+    json_file: str | None,
+) -> int:
+    """Put one rank's shards into a pool and get them back, beside raw sockets and the raw disk.
+
+    The manager is a process of its own, as is the raw transfer's other end; both move the same bytes over as many
+    connections, plain and TLS, in alternating order. Digests are on; every page that comes back is compared.
+    """
+    import msgspec
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    from flare_cli.bench_pool.rank import Shape
+    from flare_cli.bench_pool.run import num_steps, print_rows, run_benchmark
+    from flare_cli.units import parse_size
+
+    shape = Shape(parse_size(page_bytes), num_pages, num_records, connections)
+    columns = TextColumn("measuring"), BarColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=num_steps(rounds))
+        rows = run_benchmark(
+            shape, directory=Path(directory), num_rounds=rounds, advance=lambda: progress.advance(task)
+        )
+    print_rows(rows, shape, Console())
+    if json_file is not None:
+        Path(json_file).write_bytes(msgspec.json.format(msgspec.json.encode(rows), indent=2))
+    return 0
+
+
 _LATENCY_WORLD_SIZE = 4
 _NUM_LATENCY_JOBS = 400
