@@ -13,13 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 
+from flare_cache.pool.core_words import PoolLimits
+from flare_cache.pool.local_storage import open_local_storage
+from flare_cache.pool.server import PoolServer, ServerSettings
 from flare_core.testing.oracle_config import OracleConfig, write_oracle_model
+from flare_transport import Address, Security
 
 START_SECONDS = 60.0
+POOL_KEY = "a5" * 32
 
 
 def free_port() -> int:
@@ -56,6 +62,10 @@ class Ranks:
     def log(self, rank: int) -> str:
         path = self.root / f"rank{rank}.log"
         return path.read_text(errors="replace") if path.exists() else ""
+
+    def pool(self, query: str = "") -> dict[str, Any]:
+        """What ``/v1/cluster`` says of the pool."""
+        return httpx.get(f"{self.url}/v1/cluster{query}", timeout=20).json()["cache"]["pool"]
 
     def launch(self, ranks: Sequence[int] | None = None) -> None:
         for rank in range(self.world_size) if ranks is None else ranks:
@@ -159,3 +169,61 @@ def make_ranks(tmp_path: Path) -> Iterator[Callable[..., Ranks]]:
     yield make
     for ranks in made:
         ranks.close()
+
+
+class Manager:
+    """A manager in this process over a directory; started anew on the same port."""
+
+    def __init__(self, root: Path, security: Security) -> None:
+        self.root = root
+        self.security = security
+        self.port = 0
+        self.key_file = root.with_suffix(".key")
+        self.key_file.touch(mode=0o600)
+        self.key_file.write_text(POOL_KEY + "\n")
+        self.server: PoolServer | None = None
+
+    def start(self) -> None:
+        settings = ServerSettings(
+            address=Address("127.0.0.1", self.port),
+            key=bytes.fromhex(POOL_KEY),
+            security=self.security,
+            name="test",
+            limits=PoolLimits(),
+            memory_bytes=1 << 20,
+            place=str(self.root),
+        )
+        self.storage = open_local_storage(self.root)
+        self.server = PoolServer(settings, self.storage)
+        self.server.start()
+        self.port = self.server.port
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.close()
+            self.storage.close()
+        self.server = None
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """Of a rank that uses it; the oracle is so quick that restores would seldom be worth it."""
+        return "--pool", self.url, "--pool-key-file", str(self.key_file), "--pool-restore", "always"
+
+    @property
+    def url(self) -> str:
+        return f"{'selenes' if self.security is Security.TLS else 'selene'}://127.0.0.1:{self.port}"
+
+
+@pytest.fixture
+def new_manager(tmp_path: Path) -> Iterator[Callable[..., Manager]]:
+    made: list[Manager] = []
+
+    def make(security: Security = Security.TLS) -> Manager:
+        manager = Manager(tmp_path / "pool", security)
+        manager.start()
+        made.append(manager)
+        return manager
+
+    yield make
+    for manager in made:
+        manager.stop()

@@ -57,12 +57,14 @@ def test_every_process_of_a_rank_says_loudly_that_it_is_armed(make_ranks):
     assert "no setting of flare" not in ranks.log(0)
 
 
-def test_the_processes_that_the_table_names_come_to_every_failpoint(make_ranks):
-    options = (*PAGES, "--prefix-cache-durability", "power", "--prefix-cache-disk-limit", "400K")
+def test_the_processes_that_the_table_names_come_to_every_failpoint(make_ranks, new_manager):
+    manager = new_manager()
+    options = (*PAGES, "--prefix-cache-durability", "power", "--prefix-cache-disk-limit", "400K", *manager.options)
     ranks = make_ranks(world_size=2, config=PLAIN, options=options)
     every = ";".join(f"{point.name}:pause=1ms" for point in FAILPOINTS)
     start_sabotaged(ranks, {0: every, 1: f"{every};store.header:error=EIO@9"})
     ranks.wait_ready()
+    wait_until(lambda: ranks.pool()["state"] == "on")
     for number in range(14):
         prompt = chr(ord("a") + number) * 100
         ranks.complete(prompt)
@@ -70,6 +72,9 @@ def test_the_processes_that_the_table_names_come_to_every_failpoint(make_ranks):
         if number % 4 == 0:
             ranks.post("/v1/cache/reset", {"tier": "device"})
             ranks.complete(prompt)
+    wait_until(lambda: ranks.pool()["records_put"] > 0)
+    manager.stop()
+    wait_until(lambda: ranks.pool()["state"] != "on")
     assert set(ranks.stop().values()) == {0}
     reached = [set(re.findall(r"failpoint ([a-z.-]+): pause", ranks.log(rank))) for rank in range(2)]
     assert reached[0] == {point.name for point in FAILPOINTS if point.where != "peer"}

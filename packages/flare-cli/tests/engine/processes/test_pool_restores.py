@@ -4,84 +4,26 @@ import json
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-import httpx
 import pytest
 
-from flare_cache.pool.core_words import PoolLimits
-from flare_cache.pool.local_storage import open_local_storage
-from flare_cache.pool.server import PoolServer, ServerSettings
 from flare_core.testing.oracle_config import OracleConfig
-from flare_transport import Address, Security
+from flare_transport import Security
 
 PROMPT = "abcdefghijklmnop" * 30
 PLAIN = OracleConfig(eos_bias=-1e9)
 ROWS = OracleConfig(row_bytes=64, eos_bias=-1e9)
-KEY = "a5" * 32
-
-
-class Manager:
-    """A manager in this process over a directory; started anew on the same port."""
-
-    def __init__(self, root: Path, security: Security) -> None:
-        self.root = root
-        self.security = security
-        self.port = 0
-        self.server: PoolServer | None = None
-
-    def start(self) -> None:
-        settings = ServerSettings(
-            address=Address("127.0.0.1", self.port),
-            key=bytes.fromhex(KEY),
-            security=self.security,
-            name="test",
-            limits=PoolLimits(),
-            memory_bytes=1 << 20,
-            place=str(self.root),
-        )
-        self.storage = open_local_storage(self.root)
-        self.server = PoolServer(settings, self.storage)
-        self.server.start()
-        self.port = self.server.port
-
-    def stop(self) -> None:
-        if self.server is not None:
-            self.server.close()
-            self.storage.close()
-        self.server = None
-
-    @property
-    def url(self) -> str:
-        return f"{'selenes' if self.security is Security.TLS else 'selene'}://127.0.0.1:{self.port}"
-
-
-@pytest.fixture
-def new_manager(tmp_path):
-    made: list[Manager] = []
-
-    def make(security: Security = Security.TLS) -> Manager:
-        manager = Manager(tmp_path / "pool", security)
-        manager.start()
-        made.append(manager)
-        return manager
-
-    yield make
-    for manager in made:
-        manager.stop()
 
 
 @pytest.fixture
 def new_group(make_ranks, tmp_path):
-    key, salt = tmp_path / "pool.key", tmp_path / "salt.key"
-    for path, text in ((key, KEY), (salt, "b6" * 32)):
-        path.touch(mode=0o600)
-        path.write_text(text + "\n")
+    salt = tmp_path / "salt.key"
+    salt.touch(mode=0o600)
+    salt.write_text("b6" * 32 + "\n")
 
-    def make(manager: Manager, *, config=PLAIN, options=(), **fields):
-        shared = ("--page-tokens", "16", "--pool", manager.url, "--pool-key-file", str(key), "--pool-restore", "always")
-        own = ("--prefix-cache-salt-key-file", str(salt), *options)
-        ranks = make_ranks(world_size=2, config=config, options=(*shared, *own), **fields).start()
+    def make(manager, *, config=PLAIN, options=(), **fields):
+        shared = ("--page-tokens", "16", *manager.options, "--prefix-cache-salt-key-file", str(salt))
+        ranks = make_ranks(world_size=2, config=config, options=(*shared, *options), **fields).start()
         wait_for(ranks, lambda pool: pool["state"] == "on")
         return ranks
 
@@ -94,13 +36,9 @@ def flare(*arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def pool_of(ranks, query: str = "") -> dict:
-    return httpx.get(f"{ranks.url}/v1/cluster{query}", timeout=20).json()["cache"]["pool"]
-
-
 def wait_for(ranks, condition, seconds: float = 20.0) -> dict:
     deadline = time.monotonic() + seconds
-    while not condition(pool := pool_of(ranks)):
+    while not condition(pool := ranks.pool()):
         assert time.monotonic() < deadline, (pool, ranks.log(0))
         time.sleep(0.02)
     return pool
@@ -119,7 +57,7 @@ def test_a_second_group_restores_what_the_first_has_computed(new_manager, new_gr
     assert tiers == {}
     pool = flush(first)
     assert pool["records_put"] > 0
-    assert set(pool_of(first, "?records=1")["records"].values()) == {"in-pool"}
+    assert set(first.pool("?records=1")["records"].values()) == {"in-pool"}
     assert pool["dropped"] == {}
     second = new_group(manager, config=config)
     assert second.cached(PROMPT) == (cold, {"pool": len(PROMPT) - 1})
@@ -160,7 +98,7 @@ def test_a_manager_that_was_started_anew_is_joined_again_and_serves_what_it_had(
     manager.stop()
     wait_for(ranks, lambda pool: pool["state"] != "on")
     other, _ = ranks.cached("zyxw" * 60)
-    assert pool_of(ranks)["pending"] > 0
+    assert ranks.pool()["pending"] > 0
     manager.start()
     pool = flush(ranks)
     assert pool["sessions"] == 2

@@ -2,17 +2,12 @@
 
 import time
 
-import httpx
 import pytest
 
 from flare_core.testing.oracle_config import OracleConfig
 
 PROMPT = "abcdefghijklmnop" * 20
 PLAIN = OracleConfig(eos_bias=-1e9)
-
-
-def pool_of(ranks) -> dict:
-    return httpx.get(f"{ranks.url}/v1/cluster", timeout=10).json()["cache"]["pool"]
 
 
 @pytest.fixture
@@ -31,7 +26,7 @@ def test_a_pool_that_nobody_serves_is_said_and_local_tiers_serve(make_ranks, key
     ranks.post("/v1/cache/reset", {"tier": "device"})
     assert ranks.cached(PROMPT) == (cold, {"disk" if disk else "memory": len(PROMPT) - 1})
     deadline = time.monotonic() + 20
-    while not (pool := pool_of(ranks))["reasons"]:
+    while not (pool := ranks.pool())["reasons"]:
         assert time.monotonic() < deadline
     assert "refused" in pool["reasons"]["0"]
     assert (pool["state"] in {"off", "joining"}, pool["sessions"]) == (True, 0)
