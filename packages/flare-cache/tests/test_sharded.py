@@ -33,14 +33,9 @@ IDENTITY = RecordIdentity(
 def job(op: JobOp = JobOp.STORE, *, after_step: int = 0, tier: Tier = Tier.DISK) -> Job:
     sections = (Section(0, 5),) if op in (JobOp.STORE, JobOp.FETCH) else ()
     token_ids = bytes(16) if op is JobOp.STORE else b""
+    tier = Tier.POOL if op is JobOp.PUT else tier
     return Job(
-        job_id=0,
-        op=op,
-        tier=Tier.POOL if op is JobOp.PUT else tier,
-        record=IDENTITY,
-        after_step=after_step,
-        sections=sections,
-        token_ids=token_ids,
+        job_id=0, op=op, tier=tier, record=IDENTITY, after_step=after_step, sections=sections, token_ids=token_ids
     )
 
 

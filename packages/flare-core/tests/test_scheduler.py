@@ -167,8 +167,7 @@ def test_a_request_whose_lookup_is_under_way_holds_no_other_up_and_is_restored_w
     world = make_world(with_store=True)
     world.generate(prompt_of(11), greedy())
     world.scheduler.reset_device_cache()
-    polls = iter([1000, None])
-    world.store.faults.lookup_polls = lambda: next(polls)
+    world.store.faults.lookup_polls = iter([1000, None]).__next__
     world.add("far", prompt_of(11), greedy())
     world.add("near", prompt_of(11, seed=9), greedy())
     for _ in range(20):
@@ -176,7 +175,6 @@ def test_a_request_whose_lookup_is_under_way_holds_no_other_up_and_is_restored_w
     assert isinstance(world.outcomes["near"].end, Finished)
     assert world.scheduler.snapshot().waiting == 1
     world.run_until_rest()
-    assert isinstance(world.outcomes["far"].end, Finished)
     assert world.outcomes["far"].end.usage.cached_tokens[Tier.DISK] > 0
 
 
@@ -187,8 +185,6 @@ def test_a_request_cancelled_while_its_lookup_is_under_way_is_forgotten():
     world.cancel("gone")
     world.run_until_rest()
     assert world.outcomes["gone"].end.reason is FinishReason.CANCELLED
-    for _ in range(10):
-        world.step()
 
 
 def test_a_request_cancelled_while_restored_keeps_its_pages_until_the_fetch_is_over():
