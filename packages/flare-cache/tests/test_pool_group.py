@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 
@@ -139,6 +140,27 @@ def test_a_manager_that_dies_under_a_restore_makes_it_a_miss(start) -> None:
     second.wait(ticket)
     pool.is_up = False
     assert second.restore(list(range(12))).num_tokens == 0
+
+
+def test_the_later_records_of_a_long_restore_may_wait_for_the_earlier_ones(start, monkeypatch) -> None:
+    pool = ScriptedPool()
+    tokens = list(range(24))
+    first = on(start(pool, settings={"max_record_bytes": 1 << 20}))
+    for end in (8, 16, 24):
+        put(first, tokens[:end])
+    second = on(start(pool))
+    second.wait(second.leader.store.prepare(second.query(tokens)))
+    expiries = []
+    submit = second.leader.dispatcher.submit
+    monkeypatch.setattr(
+        second.leader.dispatcher,
+        "submit",
+        lambda job, **fields: expiries.append((fields["expires_at"], fields["num_bytes"])) or submit(job, **fields),
+    )
+    assert second.restore(tokens).num_tokens == 24
+    assert len(expiries) > 2
+    for (before, size), (after, _) in itertools.pairwise(expiries):
+        assert after - before == pytest.approx(size / 20e6)
 
 
 def test_after_a_restore_that_no_rank_could_get_the_pool_is_left_alone_twice_as_long_each_time(start) -> None:

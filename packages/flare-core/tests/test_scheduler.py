@@ -172,8 +172,7 @@ def test_a_request_whose_lookup_is_under_way_holds_no_other_up_and_is_restored_w
     world.add("near", prompt_of(11, seed=9), greedy())
     for _ in range(20):
         world.step()
-    assert isinstance(world.outcomes["near"].end, Finished)
-    assert world.scheduler.snapshot().waiting == 1
+    assert (isinstance(world.outcomes["near"].end, Finished), world.scheduler.snapshot().waiting) == (True, 1)
     world.run_until_rest()
     assert world.outcomes["far"].end.usage.cached_tokens[Tier.DISK] > 0
 

@@ -13,12 +13,13 @@ from typing import Protocol
 from flare_cache.cache_stats import CacheCounters
 from flare_cache.index import Record, RecordIndex
 from flare_cache.jobs import Job, JobOp, Section
-from flare_cache.outcomes import Done, Failed, Outcome, RankFailure, Withdrawn, describe_failures
+from flare_cache.outcomes import Done, Failed, Outcome, RankFailure, ShardedLimits, Withdrawn, describe_failures
 from flare_cache.tier_records import JobQueue
 from flare_core.prefix import FetchFinished, PrefixQuery, Restorable, Segment, Tier
 
 __all__ = ["FetchSource", "TierFetches"]
 
+_FLOOR_BYTES_PER_SECOND = ShardedLimits().floor_bytes_per_second
 _log = logging.getLogger(__name__)
 
 
@@ -31,7 +32,8 @@ class FetchSource(Protocol):
         ...
 
     def fetch_job(self, job: Job, record: Record) -> tuple[Job, float | None] | None:
-        """``job`` as it is to be sent, and the seconds it may wait for its turn; None: it cannot be restored now."""
+        """``job`` as it is to be sent, and the seconds it may wait for its turn, beside those that the jobs in front of
+        it in the same restore may take; None: it cannot be restored now."""
         ...
 
     def pin(self, record: Record) -> None:
@@ -64,6 +66,7 @@ class _Fetch:
     jobs: list[int] = field(default_factory=list)
     tags: dict[int, int] = field(default_factory=dict)
     num_bytes: dict[Tier, int] = field(default_factory=dict)
+    num_asked_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -211,7 +214,10 @@ class TierFetches:
         fetch.tags[position] = tag
         self._transfers[tag] = _Transfer(fetch, position, segment.tier, record)
         num_bytes = record.num_bytes * len(sections) // max(1, record.identity.num_sections)
-        expires_at = None if patience is None else fetch.began_at + patience
+        expires_at = None
+        if patience is not None:
+            expires_at = fetch.began_at + patience + fetch.num_asked_bytes / _FLOOR_BYTES_PER_SECOND
+        fetch.num_asked_bytes += num_bytes
         self._jobs.submit(job, tag=tag, num_bytes=num_bytes, expires_at=expires_at)
         return True
 

@@ -29,7 +29,7 @@ __all__ = ["PoolStatistics", "PoolTier"]
 LOOKUP_SECONDS = 0.5
 """A request waits at most this long for the pool's answer; then it goes on without."""
 FETCH_PATIENCE_SECONDS = 2.0
-"""A restore from the pool that has not begun by then is computed instead."""
+"""A restore from the pool that others keep from beginning for so long is computed instead."""
 QUIET_SECONDS = 1.0
 MAX_QUIET_SECONDS = 30.0
 """After a lookup that was not answered, or a restore that a rank could not get: the pool is left alone for so long, and
