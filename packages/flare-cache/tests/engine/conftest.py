@@ -25,8 +25,8 @@ def open_bucket(s3_endpoint, request):
     """Opens obstore's store of a bucket of this test, once for each manager."""
     bucket = f"pool-{hashlib.sha256(request.node.nodeid.encode()).hexdigest()[:16]}"
     urllib.request.urlopen(urllib.request.Request(f"{s3_endpoint}/{bucket}", method="PUT"), timeout=10).close()
-    return lambda: S3Store(
-        bucket,
+    return lambda name=bucket: S3Store(
+        name,
         prefix="a/prefix",
         endpoint=s3_endpoint,
         access_key_id="test",

@@ -44,6 +44,7 @@ def serve_pool(arguments: Mapping[str, str | bool | None]) -> int:
         quota_bytes=_size(arguments["quota"], "--quota"),
         grace_seconds=_grace(str(arguments["grace"])),
     )
+    refresh_seconds = _duration(str(arguments["refresh"]), "--refresh")
     text = str(arguments["store"])
     storage, place, is_shared = _open_storage(text)
     security = Security.PLAINTEXT if arguments["plaintext"] else Security.TLS
@@ -55,7 +56,7 @@ def serve_pool(arguments: Mapping[str, str | bool | None]) -> int:
         place=place,
         limits=limits,
         memory_bytes=_size(arguments["memory"], "--memory") or 0,
-        refresh_seconds=parse_duration(str(arguments["refresh"])) if is_shared else None,
+        refresh_seconds=refresh_seconds if is_shared else None,
     )
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -121,8 +122,15 @@ def _size(value: str | bool | None, flag: str) -> int | None:
         raise UsageError(f"{flag}: {error}") from error
 
 
+def _duration(text: str, flag: str) -> float:
+    try:
+        return parse_duration(text)
+    except UsageError as error:
+        raise UsageError(f"{flag}: {error}") from error
+
+
 def _grace(text: str) -> float:
-    seconds = parse_duration(text)
+    seconds = _duration(text, "--grace")
     if seconds < _MIN_GRACE_SECONDS:
         msg = f"--grace {text}: shards must outlast transfers that read them: give {_MIN_GRACE_SECONDS:g}s or more"
         raise UsageError(msg)

@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
+from rich.table import Column, Table
 
 from flare_cache.pool.admin_client import AdminClient, connect_admin
 from flare_cache.pool.admin_messages import (
@@ -96,7 +96,16 @@ def list_records(url: str, key_file: str, *, as_json: bool) -> None:
             for line in lines:
                 sys.stdout.write(msgspec.json.encode(line).decode() + "\n")
             return
-        table = Table("record", "extends", "tokens", "holds", "ranks", "size", "namespace", "put")
+        table = Table(
+            Column("record", no_wrap=True, min_width=_SHOWN),
+            "extends",
+            "tokens",
+            "holds",
+            "ranks",
+            "size",
+            "namespace",
+            "put",
+        )
         for line in lines:
             put = time.strftime("%Y-%m-%d %H:%M", time.localtime(line.created_at))
             table.add_row(
