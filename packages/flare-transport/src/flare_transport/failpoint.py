@@ -25,6 +25,7 @@ FAILPOINT_EXIT_CODE = 99
 _ZERO = "rank 0"
 _PEER = "peer"
 _ANY = "any rank"
+_POOL = "manager"
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,9 @@ FAILPOINTS = (
     Failpoint("pool.tell", _ZERO, "a peer is told of the pool: to connect, that it is on, that it is off"),
     Failpoint("pool.on", _ANY, "the pool is on for this rank"),
     Failpoint("pool.off", _ANY, "the pool is off for this rank"),
+    Failpoint("manager.store-shard", _POOL, "a verified shard is made durable"),
+    Failpoint("manager.commit", _POOL, "a record's manifest is put: it becomes visible"),
+    Failpoint("manager.delete", _POOL, "objects are deleted"),
     Failpoint("undo.begin", _ZERO, "a store has failed somewhere: those that wrote it are told to unlink it"),
     Failpoint("join.scan", _ANY, "the record directory is read"),
     Failpoint("join.hello", _PEER, "the rank states its settings and records"),

@@ -21,6 +21,8 @@ from flare_transport import Address, Link, RemoteProtocolError, Router, Security
 
 __all__ = ["AdminClient", "connect_admin"]
 
+_PARTING_SECONDS = 1.0
+
 
 class AdminClient:
     """Made by :func:`connect_admin`; a context manager."""
@@ -38,6 +40,9 @@ class AdminClient:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        # In order, so that the manager's log does not call an operator lost.
+        self._link.shutdown()
+        self._link.wait_ended(_PARTING_SECONDS)
         self._link.close()
 
     def ask(self, request: AdminRequest, *, timeout_seconds: float = 600.0) -> AdminReply:

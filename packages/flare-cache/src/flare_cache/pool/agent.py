@@ -48,6 +48,7 @@ from flare_transport.failpoint import failpoint
 __all__ = ["LeaderPoolAgent", "PoolAgent", "PoolConnection", "PoolStatus", "PoolSwitch"]
 
 _TICK_SECONDS = 0.05
+_SAY_POINTS = {True: "pool.vote", False: "pool.lost"}
 _log = logging.getLogger(__name__)
 
 
@@ -175,7 +176,7 @@ class PoolAgent:
                     switch.turn_off(reason)
                 failpoint("pool.off")
             case Say(message):
-                failpoint("pool.vote" if isinstance(message, Vote) else "pool.lost")
+                failpoint(_SAY_POINTS[isinstance(message, Vote)])
                 self._say(message)
 
     def _connect(self, session: bytes, address: int) -> None:

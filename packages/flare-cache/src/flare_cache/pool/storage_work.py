@@ -38,7 +38,7 @@ def land_shard(effect: LandShard, upload: Upload, data: memoryview) -> ShardFact
             rank=transfer.rank,
             world_size=transfer.world_size,
         )
-        failpoint("pool.store-shard")
+        failpoint("manager.store-shard")
         upload.commit(data)
     except RecordError as error:
         upload.abort()
@@ -53,7 +53,7 @@ def land_shard(effect: LandShard, upload: Upload, data: memoryview) -> ShardFact
 def put_manifest(storage: PoolStorage, effect: PutManifest) -> Manifest | Refused | None:
     """Make a record visible: None; or the manifest that was first; or why not."""
     try:
-        failpoint("pool.commit")
+        failpoint("manager.commit")
         if storage.put_if_absent(effect.name, effect.data):
             return None
         sizes = list_objects(storage, effect.name).manifests.get(effect.namespace, {})
@@ -102,7 +102,7 @@ def _problem(data: memoryview, manifest: Manifest, rank: int, set_fingerprint: b
 def delete_objects(storage: PoolStorage, effect: DeleteObjects) -> None:
     """Delete; what cannot be deleted now is found by gc."""
     try:
-        failpoint("pool.delete")
+        failpoint("manager.delete")
         storage.delete(effect.names)
     except OSError as error:
         _log.warning("%d objects cannot be deleted: %s", len(effect.names), error)
