@@ -160,6 +160,7 @@ def _restore_elsewhere(
         answer = ask(second.url, prompt, cache_salt=name)
         references.compare(name, answer)
         context.check(context.restored(answer, tier="pool"), f"{name}: {answer.cached_tokens}")
+    second.wait_stored()
     check_parity(context, second, "second instance")
     second.stop()
 
