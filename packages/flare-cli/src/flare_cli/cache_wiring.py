@@ -33,7 +33,7 @@ from flare_cli.units import format_size
 from flare_cli.wiring import RankModel, host_memory_bytes
 from flare_core.engine.engine import NoGate
 from flare_core.errors import UsageError
-from flare_core.geometry import PAGE_ALIGNMENT, SetIdentity, align_up
+from flare_core.geometry import PAGE_ALIGNMENT, Geometry, SetIdentity, align_up
 from flare_core.keys import salt_key_id
 from flare_core.ports import JobGate, PrefixStore
 from flare_core.prefix import Tier
@@ -184,9 +184,8 @@ def _accept_links(group: ControlGroup) -> Mapping[int, Link]:
         listener.close()
 
 
-def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
-    identity = model.identity
-    settings = CacheSettings(
+def _settings(config: RunConfig, identity: SetIdentity) -> CacheSettings:
+    return CacheSettings(
         identity=identity,
         salt_key_id=salt_key_id(salt_key(config)),
         has_disk=config.prefix_cache_disk is not None,
@@ -196,6 +195,11 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
         durability=Durability(config.prefix_cache_durability),
         accept_loss=config.prefix_cache_accept_loss,
     )
+
+
+def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
+    identity = model.identity
+    settings = _settings(config, identity)
     _check_limits(config, identity)
     geometry = identity.geometries[config.rank]
     directory = None
@@ -211,27 +215,8 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
         if directory is not None:
             directory.close()
         raise
-    fingerprint = identity.fingerprint()
-    shelves: dict[Tier, Shelf] = {}
-    if directory is not None:
-        shelves[Tier.DISK] = DiskShelf(
-            directory=directory,
-            geometry=geometry,
-            set_fingerprint=fingerprint,
-            passage=passage,
-            direct=direct,
-            durability=settings.durability,
-        )
-    if settings.memory_bytes is not None:
-        shelves[Tier.MEMORY] = MemoryShelf(
-            geometry=geometry, set_fingerprint=fingerprint, passage=passage, limit_bytes=settings.memory_bytes
-        )
-
-    pool: RankPool | None = None
-    if config.pool is not None:
-        from flare_cli.pool_wiring import open_pool  # a rank without a pool starts quicker without it
-
-        pool = open_pool(config, model, shelves=shelves, passage=passage)
+    shelves = _open_shelves(settings, geometry, directory=directory, passage=passage, direct=direct)
+    pool = _open_pool(config, model, shelves=shelves, passage=passage)
 
     def make_transport(on_result: Callable[[JobResult], None], on_fault: Callable[[str], None]) -> StagedTransport:
         return StagedTransport(
@@ -256,6 +241,37 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
     return _Parts(setup, directory, direct, _least_record_bytes(identity), staging)
 
 
+def _open_shelves(
+    settings: CacheSettings, geometry: Geometry, *, directory: RecordDirectory | None, passage: Passage, direct: bool
+) -> dict[Tier, Shelf]:
+    fingerprint = settings.identity.fingerprint()
+    shelves: dict[Tier, Shelf] = {}
+    if directory is not None:
+        shelves[Tier.DISK] = DiskShelf(
+            directory=directory,
+            geometry=geometry,
+            set_fingerprint=fingerprint,
+            passage=passage,
+            direct=direct,
+            durability=settings.durability,
+        )
+    if settings.memory_bytes is not None:
+        shelves[Tier.MEMORY] = MemoryShelf(
+            geometry=geometry, set_fingerprint=fingerprint, passage=passage, limit_bytes=settings.memory_bytes
+        )
+    return shelves
+
+
+def _open_pool(
+    config: RunConfig, model: RankModel, *, shelves: Mapping[Tier, Shelf], passage: Passage
+) -> RankPool | None:
+    if config.pool is None:
+        return None
+    from flare_cli.pool_wiring import open_pool  # a rank without a pool starts quicker without it
+
+    return open_pool(config, model, shelves=shelves, passage=passage)
+
+
 def _least_record_bytes(identity: SetIdentity) -> int:
     """What a record of one page takes on the rank where it is largest."""
     return max(each.page_bytes + align_up(each.row_stride, PAGE_ALIGNMENT) for each in identity.geometries) + (
@@ -269,6 +285,7 @@ def _check_limits(config: RunConfig, identity: SetIdentity) -> None:
     for flag, limit in (
         ("--prefix-cache-disk-limit", config.prefix_cache_disk_limit),
         ("--prefix-cache-memory", config.prefix_cache_memory or None),
+        ("--pool-pending", None if config.pool is None else config.pool_pending),
     ):
         if limit is not None and limit < least:
             msg = f"{flag} {format_size(limit)}: a record of one page takes {format_size(least)}; give more"

@@ -52,6 +52,10 @@ def test_ranks_with_different_pools_do_not_start_and_say_which(make_ranks, key_f
         (("--pool", "selene://h:0"), "'h:0' is not HOST or HOST:PORT"),
         (("--pool", "selene://h"), "needs --pool-key-file FILE"),
         (("--pool-key-file", __file__), "needs --pool URL"),
+        (
+            ("--pool", "selene://h", "--pool-key-file", __file__, "--pool-pending", "1K"),
+            "--pool-pending 1 KB: a record",
+        ),
     ],
 )
 def test_a_wrong_pool_is_named_and_nothing_starts(make_ranks, options, words):
