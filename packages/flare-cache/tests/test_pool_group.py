@@ -236,6 +236,15 @@ def test_what_is_pending_while_the_pool_is_off_is_counted(start) -> None:
     assert stats.pending_bytes > 0
 
 
+def test_a_pool_that_is_away_never_keeps_the_local_tier_from_taking_what_is_new(start) -> None:
+    group = start(ScriptedPool(is_up=False), memory_bytes=100_000)
+    for at in range(20):
+        tokens = list(range(100 * at, 100 * at + 8))
+        assert group.store(tokens).num_records == 1
+        assert group.restore(tokens).num_tokens == 8
+    assert 0 < group.leader.store.pool.statistics().pending_bytes <= 50_000
+
+
 def test_more_than_the_budget_is_dropped_and_counted(start) -> None:
     pool = ScriptedPool(is_up=False)
     group = start(pool)

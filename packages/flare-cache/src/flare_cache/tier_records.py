@@ -200,7 +200,7 @@ class TierRecords:
         self.condemn(record)
 
     def restored(self, num_bytes: int, seconds: float) -> None:
-        """What is on this host is always worth restoring: nothing to learn."""
+        """Nothing to learn: what is on this host is always worth it."""
 
     def condemn(self, record: Record) -> None:
         """The record failed a rank: it and all that extends it is offered no more, and goes, leaves first."""

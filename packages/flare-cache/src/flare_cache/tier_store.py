@@ -149,7 +149,8 @@ class TierStore:
         pool = PoolTier(
             mirror,
             source,
-            pending_bytes=settings.pending_bytes,
+            # What is pinned cannot be evicted: a pool that is away must not fill the tier with what it is owed.
+            pending_bytes=min(settings.pending_bytes, source.statistics(0).limit_bytes // 2),
             jobs=self._jobs,
             tags=self._tags,
             wake=settings.wake,
