@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from flare_cache.pool.agreement import PoolState
-from flare_cache.pool.messages import Find, Refused, RefusedReason
+from flare_cache.pool.messages import Commit, Find, Refused, RefusedReason
 from flare_cache.pool.testing import ScriptedPool
 from flare_cache.testing import GroupPlan, LocalGroup, token_geometries
 from flare_core.prefix import Tier
@@ -226,6 +226,31 @@ def test_a_record_whose_parent_was_dropped_takes_it_along(start) -> None:
     group.leader.store.pool._puts._reconciliation = None
     group.store(list(range(16)))
     poll_until(group, lambda: len(pool.manifests) == 2)
+
+
+def test_no_record_is_committed_before_what_it_extends(start) -> None:
+    pool = ScriptedPool(is_up=False)
+    group = start(pool, settings={"max_record_bytes": 1 << 20})
+    group.store(list(range(40)))
+    pool.start()
+    on(group)
+    committed = [one.record for one in pool.asked if isinstance(one, Commit)]
+    assert len(committed) > 2
+    seen = {b""}
+    for one in committed:
+        assert one.parent_key in seen
+        seen.add(one.key)
+
+
+def test_what_the_pool_has_lost_of_a_chain_is_put_again_with_what_extends_it(start) -> None:
+    pool = ScriptedPool()
+    group = on(start(pool))
+    put(group, list(range(8)))
+    (lost,) = pool.manifests
+    del pool.manifests[lost]
+    pool.refusals.append(Refused(reason=RefusedReason.INCOMPLETE, detail="its parent"))
+    put(group, list(range(16)))
+    assert len(pool.manifests) == 2
 
 
 def test_what_is_pending_while_the_pool_is_off_is_counted(start) -> None:

@@ -48,6 +48,22 @@ def test_roots_go_before_what_extends_them_whatever_came_first() -> None:
     assert order == [2, 4, 3, 1]
 
 
+def test_a_record_waits_until_what_it_extends_has_left_the_box_for_whatever_reason() -> None:
+    box = new_box()
+    parent, child = record(1), record(2, first_page=1)
+    child.parent = parent
+    box.add(child, 0.0)
+    box.add(parent, 0.0)
+    out = box.next(0.0)
+    assert out.record is parent
+    assert box.next(0.0) is None
+    box.again(out, 0.0, is_fault=False)
+    out = box.next(0.0)
+    assert (out.record, box.next(0.0)) == (parent, None)
+    box.done(out)
+    assert box.next(0.0).record is child
+
+
 def test_a_record_is_pinned_for_as_long_as_it_is_in_the_box() -> None:
     pins = Pins()
     box = new_box(pins)

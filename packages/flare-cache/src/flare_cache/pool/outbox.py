@@ -1,7 +1,8 @@
 """Records on their way to the pool: which is next, which is given up. Bounded by bytes and time. Pure.
 
-Roots go before what extends them, since a record is of no use without its ancestors. Each record in the box is pinned
-in the tier that it is read from, so that it stays as it is until the pool has it. Used by the engine's thread alone.
+A record waits until what it extends is no longer in the box, since it is of no use, and not taken, without it. Each
+record in the box is pinned in the tier that it is read from, so that it stays as it is until the pool has it. Used by the
+engine's thread alone.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ class Outbox:
     dropped: Counter[str] = field(default_factory=Counter)
     num_put: int = 0
     _waiting: list[tuple[int, int, OutRecord]] = field(default_factory=list)
+    _by_parent: dict[bytes, list[OutRecord]] = field(default_factory=dict)
     _under_way: dict[bytes, OutRecord] = field(default_factory=dict)
     _keys: dict[bytes, OutRecord] = field(default_factory=dict)
     _num_bytes: int = 0
@@ -104,6 +106,8 @@ class Outbox:
                 continue
             if not out.record.is_usable:
                 self.drop(out, "gone")
+            elif self._awaits_parent(out):
+                continue
             elif out.not_before > now:
                 paused.append(entry)
             else:
@@ -149,6 +153,13 @@ class Outbox:
             if out.record.key not in self._under_way:
                 self.drop(out, "late")
 
+    def _awaits_parent(self, out: OutRecord) -> bool:
+        parent = out.record.parent
+        if parent is None or parent.key not in self._keys:
+            return False
+        self._by_parent.setdefault(parent.key, []).append(out)
+        return True
+
     def _wait(self, out: OutRecord) -> None:
         heapq.heappush(self._waiting, (out.record.first_page, next(self._serial), out))
 
@@ -158,4 +169,6 @@ class Outbox:
             del self._keys[key]
             self._under_way.pop(key, None)
             self._num_bytes -= out.num_bytes
+            for child in self._by_parent.pop(key, ()):
+                self._wait(child)
             self.unpin(out.record)

@@ -117,10 +117,12 @@ class PoolPuts:
             if reconciliation.is_asking:
                 return
         while self.outbox.num_under_way < MAX_UNDER_WAY and (out := self.outbox.next(now)) is not None:
-            if self._has_ancestors(out.record, now):
-                self._submit(out, session)
-            else:
+            if not self._has_ancestors(out.record, now):
                 self.outbox.drop(out, "parent")
+            elif out.record.parent is not None and out.record.parent.key in self.outbox:
+                self.outbox.again(out, now, is_fault=False)
+            else:
+                self._submit(out, session)
 
     def settle(self, outcome: Outcome, now: float) -> bool:
         """Take the outcome of a put; False if it is none."""
@@ -154,6 +156,9 @@ class PoolPuts:
                 self.outbox.done(out)
             case Refused(reason=reason, detail=detail):
                 _log.warning("%s was not committed: %s: %s", out.record.key.hex()[:16], reason, detail)
+                if reason is RefusedReason.INCOMPLETE and out.record.parent is not None:
+                    # It may have been evicted there since; if it has, the next try takes it along.
+                    out.record.parent.in_pool = False
                 self.outbox.again(out, now, is_fault=True)
             case _:
                 self.outbox.again(out, now, is_fault=session is self._session)
