@@ -117,7 +117,9 @@ class PoolCore:
         """Time has passed: end what has expired, delete what its grace is over for."""
         for transfer in [each for each in self._transfers.values() if now >= each.expires_at and not each.is_landing]:
             self._drop(transfer)
-        self.space.tick(now)
+        # What is on its way again, or being committed, is not given up.
+        puts = {(each.namespace, each.record.key) for each in self._transfers.values() if each.record is not None}
+        self.space.tick(now, busy=puts | self._committing.keys())
         return self._take()
 
     def handle(self, session: bytes, number: int, request: Request, now: float) -> list[CoreEffect]:
@@ -217,6 +219,8 @@ class PoolCore:
         pending = sum(each.num_bytes for each in self._transfers.values() if each.record is not None)
         if pending + request.num_bytes > self._limits.max_pending_bytes:
             return Refused(reason=RefusedReason.BUSY, detail=f"{pending} bytes are on their way")
+        # What a record extends is not evicted to make room for it.
+        found.index.use(request.record.parent_key)
         refusal = self.space.make_room(who.namespace, found, request.num_bytes, now)
         if refusal is not None:
             return refusal
@@ -340,6 +344,8 @@ class PoolCore:
         else:
             visible = outcome if outcome is not None else own
             found.index.add(visible)
+            if visible.record.store_id != own.record.store_id:
+                self.space.doom(namespace, own, now)
             reply = Committed(store_id=visible.record.store_id)
         for session, number, _ in waiting:
             self._effects.append(Answer(session, number, reply))

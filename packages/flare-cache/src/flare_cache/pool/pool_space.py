@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from flare_cache.pool.core_words import DeleteObjects, PoolLimits, ShardFacts
@@ -26,8 +26,9 @@ class Namespace:
 
     @property
     def held_bytes(self) -> int:
-        """What counts against the quota."""
-        return self.index.num_bytes + self.reserved_bytes
+        """What counts against the quota: visible, landed, on its way."""
+        landed = sum(fact.num_bytes for shards in self.landed.values() for fact in shards.values())
+        return self.index.num_bytes + landed + self.reserved_bytes
 
 
 @dataclass(slots=True)
@@ -40,6 +41,7 @@ class PoolSpace:
     num_evicted: int = 0
     num_condemned: int = 0
     _doomed: list[tuple[float, tuple[str, ...]]] = field(default_factory=list)
+    _uncommitted: dict[tuple[bytes, bytes, bytes], float] = field(default_factory=dict)
 
     def namespace(self, namespace: bytes, page_tokens: int) -> Namespace:
         """The namespace, made if it is new."""
@@ -68,14 +70,36 @@ class PoolSpace:
         self.num_condemned += len(gone)
         self._remove(namespace, gone, now)
 
-    def tick(self, now: float) -> None:
-        """Delete shards whose grace is over."""
+    def tick(self, now: float, *, busy: Set[tuple[bytes, bytes]]) -> None:
+        """Delete shards whose grace is over, and those that nobody has committed for so long that nobody will.
+
+        ``busy``: (namespace, key) of records that are being put or committed.
+        """
+        self._give_up(now, busy)
         self.deletions += [DeleteObjects(names) for at, names in self._doomed if now >= at and names]
         self._doomed = [(at, names) for at, names in self._doomed if now < at]
 
     def spare(self, name: str) -> None:
         """A shard of this name is to be put again: it is not deleted for what it once was."""
         self._doomed = [(at, tuple(one for one in names if one != name)) for at, names in self._doomed]
+
+    def doom(self, namespace: bytes, manifest: Manifest, now: float) -> None:
+        """A record was put that another store of the same key came before: its shards go after the grace."""
+        self._doomed.append((now + self.limits.grace_seconds, tuple(_shard_names(namespace, [manifest]))))
+
+    def _give_up(self, now: float, busy: Set[tuple[bytes, bytes]]) -> None:
+        patience = self.limits.transfer_seconds + self.limits.grace_seconds
+        seen = self._uncommitted
+        self._uncommitted = {}
+        for namespace, found in self.namespaces.items():
+            for key, store_id in list(found.landed):
+                place = (namespace, key, store_id)
+                since = now if (namespace, key) in busy else seen.get(place, now)
+                if now - since < patience:
+                    self._uncommitted[place] = since
+                    continue
+                ranks = found.landed.pop((key, store_id))
+                self.deletions.append(DeleteObjects(tuple(shard_name(*place, rank) for rank in sorted(ranks))))
 
     def _held_bytes(self) -> int:
         return sum(found.held_bytes for found in self.namespaces.values())
@@ -91,9 +115,10 @@ class PoolSpace:
         if not manifests:
             return
         self.deletions.append(DeleteObjects(tuple(manifest_name(namespace, one.record.key) for one in manifests)))
-        names = tuple(
-            shard_name(namespace, one.record.key, one.record.store_id, rank)
-            for one in manifests
-            for rank in range(len(one.shards))
-        )
-        self._doomed.append((now + self.limits.grace_seconds, names))
+        self._doomed.append((now + self.limits.grace_seconds, tuple(_shard_names(namespace, manifests))))
+
+
+def _shard_names(namespace: bytes, manifests: Sequence[Manifest]) -> Iterator[str]:
+    for one in manifests:
+        for rank in range(len(one.shards)):
+            yield shard_name(namespace, one.record.key, one.record.store_id, rank)
