@@ -1,8 +1,8 @@
 """Records on their way to the pool: which is next, which is given up. Bounded by bytes and time. Pure.
 
 A record waits until what it extends is no longer in the box, since it is of no use, and not taken, without it. Each
-record in the box is pinned in the tier that it is read from, so that it stays as it is until the pool has it. Used by the
-engine's thread alone.
+record in the box is pinned in the tier that it is read from, so that it stays as it is until the pool has it. Used by
+the engine's thread alone.
 """
 
 from __future__ import annotations
