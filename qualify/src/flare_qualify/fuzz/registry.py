@@ -13,6 +13,7 @@ from flare_qualify.fuzz.targets.handshake import HANDSHAKE
 from flare_qualify.fuzz.targets.http import HTTP
 from flare_qualify.fuzz.targets.links import LINKS
 from flare_qualify.fuzz.targets.messages import MESSAGES
+from flare_qualify.fuzz.targets.pool import POOL, SERVICE
 from flare_qualify.fuzz.targets.protocols import JOBS, JOIN, KEY_VALUES
 from flare_qualify.fuzz.targets.records import RECORD
 
@@ -28,6 +29,8 @@ TARGETS = (
     JOIN,
     JOBS,
     KEY_VALUES,
+    SERVICE,
+    POOL,
     HTTP,
     DIRECTORY,
     SET_FILE,

@@ -13,8 +13,8 @@ from flare_cache.pool.admin_messages import (
     AdminReply,
     AdminRequest,
     Failed,
+    decode_admin_reply,
     encode_admin,
-    reply_decoder,
 )
 from flare_cache.pool.client import PoolRefused, PoolUnavailable
 from flare_transport import Address, Link, RemoteProtocolError, Router, Security, TransportError, dial_service
@@ -61,7 +61,7 @@ class AdminClient:
     def _came(self, link: Link, payload: memoryview) -> None:
         del link
         try:
-            self._replies.put(reply_decoder.decode(payload))
+            self._replies.put(decode_admin_reply(payload))
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"an answer that cannot be read: {error}") from error
 

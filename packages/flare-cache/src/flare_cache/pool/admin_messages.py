@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import msgspec
 
+from flare_cache.pool.decoding import decode
 from flare_transport.framing import FrameType
 
 __all__ = [
@@ -27,9 +28,9 @@ __all__ = [
     "Status",
     "Verified",
     "Verify",
-    "admin_decoder",
+    "decode_admin_reply",
+    "decode_admin_request",
     "encode_admin",
-    "reply_decoder",
 ]
 
 POOL_ADMIN_REQUEST = FrameType(62, "POOL_ADMIN_REQUEST", 4096)
@@ -152,8 +153,18 @@ AdminRequest = Status | ListRecords | Verify | Collect
 AdminReply = ManagerStatus | RecordLines | Verified | Collected | Failed
 
 _encoder = msgspec.msgpack.Encoder()
-admin_decoder = msgspec.msgpack.Decoder(AdminRequest)
-reply_decoder = msgspec.msgpack.Decoder(AdminReply)
+_request_decoder: msgspec.msgpack.Decoder[AdminRequest] = msgspec.msgpack.Decoder(AdminRequest)
+_reply_decoder: msgspec.msgpack.Decoder[AdminReply] = msgspec.msgpack.Decoder(AdminReply)
+
+
+def decode_admin_request(payload: bytes | memoryview) -> AdminRequest:
+    """The question in a frame. Raises msgspec.DecodeError or msgspec.ValidationError; so does the other one."""
+    return decode(_request_decoder, payload)
+
+
+def decode_admin_reply(payload: bytes | memoryview) -> AdminReply:
+    """The answer in a frame."""
+    return decode(_reply_decoder, payload)
 
 
 def encode_admin(message: AdminRequest | AdminReply) -> bytes:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import msgspec
 
 from flare_cache.jobs import Extent, RecordIdentity
+from flare_cache.pool.decoding import decode
 
 __all__ = [
     "MANIFEST_FORMAT",
@@ -105,6 +106,9 @@ def shard_name(namespace: bytes, key: bytes, store_id: bytes, rank: int) -> str:
     return f"{shards_prefix(namespace)}{key.hex()}.{store_id.hex()}.{rank}"
 
 
+_decoder = msgspec.msgpack.Decoder(Manifest)
+
+
 def encode_manifest(manifest: Manifest) -> bytes:
     """The bytes of a manifest object."""
     return msgspec.msgpack.encode(manifest)
@@ -112,7 +116,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 def decode_manifest(data: bytes) -> Manifest:
     """The manifest in ``data``. Raises msgspec.DecodeError or msgspec.ValidationError."""
-    return msgspec.msgpack.decode(data, type=Manifest)
+    return decode(_decoder, data)
 
 
 class ObjectKind(enum.StrEnum):

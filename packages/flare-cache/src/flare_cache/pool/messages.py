@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from flare_cache.jobs import RecordIdentity
+from flare_cache.pool.decoding import decode
 from flare_cache.pool.manifest import Extent, Manifest
 from flare_transport.framing import FrameType
 
@@ -237,7 +238,7 @@ def encode_request(number: int, request: Request) -> bytes:
 
 def decode_request(payload: bytes | memoryview) -> tuple[int, Request]:
     """Number and request. Raises msgspec.DecodeError or msgspec.ValidationError; so does :func:`decode_reply`."""
-    frame = _request_decoder.decode(payload)
+    frame = decode(_request_decoder, payload)
     return frame.number, frame.request
 
 
@@ -248,5 +249,5 @@ def encode_reply(number: int, reply: Reply) -> bytes:
 
 def decode_reply(payload: bytes | memoryview) -> tuple[int, Reply]:
     """Number and reply."""
-    frame = _reply_decoder.decode(payload)
+    frame = decode(_reply_decoder, payload)
     return frame.number, frame.reply

@@ -30,7 +30,7 @@ from flare_cache.pool.admin_messages import (
     Status,
     Verified,
     Verify,
-    admin_decoder,
+    decode_admin_request,
     encode_admin,
 )
 from flare_cache.pool.bulk_service import BulkService
@@ -294,7 +294,7 @@ class PoolServer:
 
     def _asked(self, session: bytes, payload: bytes) -> None:
         try:
-            request = admin_decoder.decode(payload)
+            request = decode_admin_request(payload)
         except msgspec.MsgspecError as error:
             raise RemoteProtocolError(f"an admin request that cannot be read: {error}") from error
 

@@ -12,12 +12,15 @@ from flare_cache import join_messages, record_link
 from flare_cache.jobs import Job, JobOp, JobResult, JobStatus, Section
 from flare_cache.join_report import JoinReport, RankReport
 from flare_cache.join_set import Summary
+from flare_cache.pool import admin_messages, agreement_messages, manifest
+from flare_cache.pool import messages as pool_messages
 from flare_cache.settings import Statement
 from flare_cli import agreement, snapshot, worker_protocol
 from flare_core import plan as core_plan
 from flare_core.engine import request as core_request
 from flare_core.prefix import Tier
 from flare_core.sampling import SamplingParams
+from flare_qualify.fuzz.targets import pool_samples
 from flare_qualify.fuzz.targets.records import GEOMETRY, sample_identities
 from flare_transport import LinkOffer, key_value_table
 
@@ -165,6 +168,11 @@ WIRES: tuple[Wire, ...] = (
     ),
     Wire("progress", record_link.decode_progress, [record_link.Progress(3, 2)]),
     Wire("join", join_messages.decode_message, JOIN_SAMPLES),
+    Wire("pool agreement", agreement_messages.decode_pool_message, pool_samples.AGREEMENT),
+    Wire("pool request", pool_messages.decode_request, [(1, one) for one in pool_samples.REQUESTS]),
+    Wire("pool reply", pool_messages.decode_reply, [(1, one) for one in pool_samples.REPLIES]),
+    Wire("pool manifest", manifest.decode_manifest, [pool_samples.MANIFEST]),
+    Wire("pool operator", admin_messages.decode_admin_request, pool_samples.ADMIN_REQUESTS),
     Wire("plan", core_plan.decode_plan, [_PLAN]),
     Wire("commands", core_request.decode_commands, [_COMMANDS]),
     Wire("events", core_request.decode_events, [_EVENTS]),
