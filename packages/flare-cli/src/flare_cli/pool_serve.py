@@ -16,6 +16,7 @@ from flare_cache.pool.core_words import PoolLimits
 from flare_cache.pool.local_storage import LocalStorage, open_local_storage
 from flare_cache.pool.server import PoolServer, ServerSettings
 from flare_cache.pool.storage import PoolStorage
+from flare_cache.pool.url import parse_pool_url
 from flare_cli.failpoints import arm_failpoints
 from flare_cli.logs import set_up_logs
 from flare_cli.startup_display import StartupDisplay
@@ -88,11 +89,11 @@ def _start(server: PoolServer, place: str) -> None:
 
 def _announce(server: PoolServer, settings: ServerSettings) -> None:
     scheme = "selenes" if settings.security is Security.TLS else "selene"
-    where = f"{scheme}://{Address(settings.address.host, server.port)}"
+    where = parse_pool_url(f"{scheme}://{Address(settings.address.host, server.port)}")
     num_records = sum(len(index.manifests) for index in server.core.namespaces.values())
     size = format_size(server.core.num_bytes)
     click.echo(f"flare pool: {num_records} records, {size}, in {settings.place}; serving --pool {where}", err=True)
-    if settings.security is Security.PLAINTEXT and not settings.address.host.startswith("127."):
+    if not where.is_tls and not where.is_loopback:
         _LOG.warning("prompts' KV travels unencrypted; leave --plaintext away beyond trusted networks")
 
 

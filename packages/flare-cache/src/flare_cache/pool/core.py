@@ -107,9 +107,9 @@ class PoolCore:
             found.index.remove(key)
 
     def ended(self, session: bytes, now: float) -> list[CoreEffect]:
-        """A link has ended: its transfers are void."""
+        """A link has ended: its transfers are void, but for shards that storage is taking in."""
         self._sessions.pop(session, None)
-        for transfer in [each for each in self._transfers.values() if each.session == session]:
+        for transfer in [each for each in self._transfers.values() if each.session == session and not each.is_landing]:
             self._drop(transfer)
         return self.tick(now)
 
@@ -287,7 +287,10 @@ class PoolCore:
         if isinstance(outcome, Refused):
             self._effects.append(Answer(transfer.session, number, outcome))
         elif found is not None and record is not None:
-            found.landed.setdefault((record.key, record.store_id), {})[transfer.rank] = outcome
+            visible = found.index.get(record.key)
+            # A shard that came again while its record was committed is that record's.
+            if visible is None or visible.record.store_id != record.store_id:
+                found.landed.setdefault((record.key, record.store_id), {})[transfer.rank] = outcome
             self._effects.append(Answer(transfer.session, number, Done(num_bytes=transfer.num_bytes)))
         return self._take()
 
@@ -347,6 +350,11 @@ class PoolCore:
             if visible.record.store_id != own.record.store_id:
                 self.space.doom(namespace, own, now)
             reply = Committed(store_id=visible.record.store_id)
+            if outcome is None and not found.index.has(key):
+                # What it extends was evicted while its manifest was put.
+                found.index.remove(key)
+                self.space.withdraw(namespace, [own], now)
+                reply = Refused(reason=RefusedReason.INCOMPLETE, detail="the record that it extends has gone")
         for session, number, _ in waiting:
             self._effects.append(Answer(session, number, reply))
         return self._take()

@@ -68,7 +68,7 @@ class PoolSpace:
         found = self.namespaces.get(namespace)
         gone = found.index.remove(key) if found is not None else []
         self.num_condemned += len(gone)
-        self._remove(namespace, gone, now)
+        self.withdraw(namespace, gone, now)
 
     def tick(self, now: float, *, busy: Set[tuple[bytes, bytes]]) -> None:
         """Delete shards whose grace is over, and those that nobody has committed for so long that nobody will.
@@ -107,11 +107,11 @@ class PoolSpace:
     def _evict(self, namespace: bytes, num_bytes: int, now: float) -> bool:
         gone = self.namespaces[namespace].index.make_room(num_bytes)
         self.num_evicted += len(gone)
-        self._remove(namespace, gone, now)
+        self.withdraw(namespace, gone, now)
         return bool(gone)
 
-    def _remove(self, namespace: bytes, manifests: Sequence[Manifest], now: float) -> None:
-        """Manifests first; shards when no transfer can be reading them any more."""
+    def withdraw(self, namespace: bytes, manifests: Sequence[Manifest], now: float) -> None:
+        """Delete what is visible no more: manifests first, shards when no transfer can be reading them."""
         if not manifests:
             return
         self.deletions.append(DeleteObjects(tuple(manifest_name(namespace, one.record.key) for one in manifests)))

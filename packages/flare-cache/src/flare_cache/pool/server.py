@@ -124,6 +124,8 @@ class PoolServer:
         self._lock = threading.Lock()
         self._links: dict[bytes, Link] = {}
         self._workers = ThreadPoolExecutor(_NUM_WORKERS, thread_name_prefix="flare pool storage")
+        # Manifests come and go in the order in which the core has decided it.
+        self._ordered = ThreadPoolExecutor(1, thread_name_prefix="flare pool manifests")
         self._closing = threading.Event()
         self._threads: list[threading.Thread] = []
         self._listener: ServiceListener | None = None
@@ -144,7 +146,8 @@ class PoolServer:
             self.core.adopt(namespace, manifests)
         settings = self.settings
         self._listener = open_service(settings.address, key=settings.key, security=settings.security, epoch=self.epoch)
-        for name, run in (("listener", self._listen), ("clock", self._run_clock)):
+        threads = [("listener", self._listen), ("clock", self._run_clock), ("refresh", self._run_refresh)]
+        for name, run in threads:
             thread = threading.Thread(target=run, name=f"flare pool {name}", daemon=True)
             thread.start()
             self._threads.append(thread)
@@ -157,6 +160,7 @@ class PoolServer:
         if self._listener is not None:
             self._listener.close()
         self._workers.shutdown(wait=True)
+        self._ordered.shutdown(wait=True)
         for link in list(self._links.values()):
             link.close()
         self.bulk.close()
@@ -195,12 +199,13 @@ class PoolServer:
         self._run(lambda now: self.core.handle(session, number, request, now))
 
     def _run_clock(self) -> None:
-        every, refreshed_at = self.settings.refresh_seconds, time.monotonic()
         while not self._closing.wait(_TICK_SECONDS):
             self._run(self.core.tick)
-            if every is not None and time.monotonic() >= refreshed_at + every:
-                self._refresh()
-                refreshed_at = time.monotonic()
+
+    def _run_refresh(self) -> None:
+        every = self.settings.refresh_seconds
+        while every is not None and not self._closing.wait(every):
+            self._refresh()
 
     def _refresh(self) -> None:
         """See what other managers of the same storage have put and removed."""
@@ -239,12 +244,12 @@ class PoolServer:
             case LandShard():
                 self._apart(lambda: self._land(effect))
             case PutManifest():
-                self._apart(lambda: self._put_manifest(effect))
+                self._apart(lambda: self._put_manifest(effect), self._ordered)
             case CheckShard():
                 self._apart(lambda: self._check(effect))
             case DeleteObjects(names):
                 self.memory.forget(names)
-                self._apart(lambda: delete_objects(self.storage, effect))
+                self._apart(lambda: delete_objects(self.storage, effect), self._ordered)
 
     def _answer(self, session: bytes, frame_type: FrameType, payload: bytes) -> None:
         link = self._links.get(session)
@@ -257,7 +262,7 @@ class PoolServer:
         except TransportError as error:
             _log.debug("an answer was not sent: %s", error)
 
-    def _apart(self, work: Callable[[], None]) -> None:
+    def _apart(self, work: Callable[[], None], threads: ThreadPoolExecutor | None = None) -> None:
         def run() -> None:
             try:
                 work()
@@ -265,7 +270,7 @@ class PoolServer:
                 _log.exception("storage work failed in a way that was not foreseen")
 
         with contextlib.suppress(RuntimeError):  # it is closing: what is not stored now is not stored
-            self._workers.submit(run)
+            (threads or self._workers).submit(run)
 
     def _land(self, effect: LandShard) -> None:
         landing = self._landings.take(effect.transfer.id)
