@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 def decode(decoder: msgspec.msgpack.Decoder[T], data: bytes | memoryview) -> T:
-    """The value in ``data``. Raises msgspec.DecodeError (ValidationError is one), also for what is nested too deeply."""
+    """The value in ``data``. Raises msgspec.DecodeError (ValidationError is one), also for too deep nesting."""
     try:
         return decoder.decode(data)
     except RecursionError:
