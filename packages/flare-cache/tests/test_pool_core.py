@@ -301,3 +301,33 @@ def test_a_transfer_ends_with_its_time_and_with_its_link() -> None:
     manager.take(manager.core.ended(session, 1.0))
     assert manager.core.transfer(session, second.transfer, 1.0) is None
     assert manager.core.num_transfers == 0
+
+
+def test_a_shard_that_comes_again_while_its_record_is_committed_stays() -> None:
+    manager = Manager()
+    for rank in range(WORLD):
+        manager.put(rank, A)
+    manager.do_work()
+    manager.commit(A)
+    manager.put(0, A)
+    manager.do_work()
+    for _ in range(3):
+        manager.pass_time(500.0)
+        manager.do_work()
+    assert set(manager.storage) == objects_of(manager.visible[A.key])
+
+
+def test_a_commit_whose_parent_goes_meanwhile_is_refused_and_leaves_nothing() -> None:
+    manager = Manager()
+    manager.share(A)
+    for rank in range(WORLD):
+        manager.put(rank, B)
+    manager.do_work()
+    manager.commit(B)
+    manager.take(manager.core.condemn(NAMESPACE, A.key, manager.now))
+    manager.do_work()
+    assert any(isinstance(reply, Refused) and "has gone" in reply.detail for reply in manager.replies.values())
+    for _ in range(2):
+        manager.pass_time(500.0)
+        manager.do_work()
+    assert manager.storage == {}
