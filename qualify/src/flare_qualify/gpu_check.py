@@ -1,4 +1,4 @@
-"""The main job on GPUs: cold, device, disk, disk after a restart, on a random model of a real model's shape.
+"""The main job on GPUs: cold, device, disk, disk after a restart, and the pool, on a random model of a real shape.
 
 For a machine with at least one CUDA device (``--world-size 2`` for two, over NCCL). Weights are random, so texts mean
 nothing; what is compared is that all phases give the same tokens and log-probabilities, and how long each takes.
@@ -20,7 +20,8 @@ from rich.table import Table
 from flare_core.testing.checkpoints import make_tiny_checkpoint
 from flare_qualify.client import Answer, complete, post_json
 from flare_qualify.distance import total_variation
-from flare_qualify.group import Group
+from flare_qualify.group import Group, GroupError
+from flare_qualify.pool_process import PoolProcess, clear_records, pool_of, wait_flushed, wait_pool
 
 __all__ = ["main"]
 
@@ -62,6 +63,21 @@ def run_phases(group: Group, num_tokens: int) -> dict[str, Answer]:
     return answers
 
 
+def ask_on_cleared_disks(group: Group, num_tokens: int) -> Answer:
+    """The answer of ranks whose disks were cleared while they were down: what they restore comes from the pool."""
+    group.start(timeout=300)
+    if not wait_flushed(group, timeout=120):
+        raise GroupError(f"not everything has reached the pool: {pool_of(group)}")
+    group.stop(timeout=120)
+    clear_records(group)
+    group.start(timeout=300)
+    wait_pool(group, "on")
+    answer = ask(group.url, num_tokens)
+    group.wait_stored()
+    group.stop(timeout=120)
+    return answer
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the check; 0 when every phase agrees with the cold one."""
     parser = argparse.ArgumentParser(prog="flare_qualify.gpu_check", description=__doc__)
@@ -69,20 +85,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--world-size", type=int, default=1)
     parser.add_argument("--tokens", type=int, default=32768, help="prompt tokens")
     parser.add_argument("--directory", type=Path, default=Path("build/gpu-check"))
+    parser.add_argument("--pool", action="store_true", help="with a manager: restore on cleared disks, too")
     parser.add_argument("--option", action="append", default=[], help="a further flag for every rank")
     settings = parser.parse_args(arguments)
     shutil.rmtree(settings.directory, ignore_errors=True)
     model = make_model(settings.directory / "model", settings.shape, context=settings.tokens + 64)
     options = ["--prefix-cache-min-tail", "0", *settings.option]
     devices: dict[int, Sequence[str]] = {rank: ["--device", f"cuda:{rank}"] for rank in range(settings.world_size)}
+    pool = PoolProcess(settings.directory / "pool") if settings.pool else None
+    if pool is not None:
+        pool.start()
+        options += pool.group_options()
     group = Group(model, settings.world_size, settings.directory / "group", options, rank_options=devices)
     try:
         answers = run_phases(group, settings.tokens)
+        if pool is not None:
+            answers["pool"] = ask_on_cleared_disks(group, settings.tokens)
     finally:
         group.kill_all()
+        if pool is not None:
+            pool.kill()
     cold = answers["cold"]
     table = Table(title=f"{settings.shape}, {settings.world_size} GPUs, {cold.prompt_tokens} prompt tokens")
-    for column in ("phase", "TTFT s", "device", "disk", "total variation", "first at", "same text"):
+    for column in ("phase", "TTFT s", "device", "disk", "pool", "total variation", "first at", "same text"):
         table.add_column(column, justify="right")
     agree = True
     for name, answer in answers.items():
@@ -93,7 +118,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         first = next((position for position, here in enumerate(by_position) if here > 0), None)
         agree = agree and distance == 0.0 and answer.text == cold.text
         cached = answer.cached_tokens
-        cells = f"{answer.ttft_seconds:.3f}", str(cached["device"]), str(cached["disk"]), f"{distance:.1e}", str(first)
+        tiers = (str(cached[tier]) for tier in ("device", "disk", "pool"))
+        cells = f"{answer.ttft_seconds:.3f}", *tiers, f"{distance:.1e}", str(first)
         table.add_row(name, *cells, str(answer.text == cold.text))
     Console(width=110).print(table)
     sizes = [sum(file.num_bytes for file in group.record_files(rank)) for rank in range(group.world_size)]

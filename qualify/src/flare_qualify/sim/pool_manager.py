@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from flare_cache.pool.core import PoolCore
@@ -127,6 +128,7 @@ class SimManager:
     _core: PoolCore | None = None
     _waiting: dict[tuple[bytes, int], Callable[[Reply], None]] = field(default_factory=dict)
     _is_at_once: bool = False
+    _ordered_until: float = 0.0
 
     def trip(self) -> float:
         """Seconds that a message takes."""
@@ -231,6 +233,14 @@ class SimManager:
         """A transfer that units on this connection may name now."""
         return None if self._core is None else self._core.transfer(connection.id, transfer, self.loop.now)
 
+    def visible_keys(self) -> set[bytes]:
+        """What the process would show."""
+        return (
+            set()
+            if self._core is None
+            else {key for index in self._core.namespaces.values() for key in index.manifests}
+        )
+
     def condemn(self, key: bytes) -> None:
         """Drop a record and what extends it, as an operator would."""
         core = self._core
@@ -245,20 +255,24 @@ class SimManager:
                     if on_reply is not None:
                         on_reply(reply)
                 case LandShard():
-                    self._apart(core, "the pool lands a shard", lambda one=effect: self._land(core, one))  # type: ignore[misc]
+                    self._apart(core, "the pool lands a shard", partial(self._land, core, effect))
                 case PutManifest():
-                    self._apart(core, "the pool commits", lambda one=effect: self._commit(core, one))  # type: ignore[misc]
+                    self._apart(core, "the pool commits", partial(self._commit, core, effect), is_ordered=True)
                 case CheckShard():
-                    self._apart(core, "the pool checks", lambda one=effect: self._check(core, one))  # type: ignore[misc]
+                    self._apart(core, "the pool checks", partial(self._check, core, effect))
                 case DeleteObjects():
-                    self._apart(core, "the pool deletes", lambda one=effect: delete_objects(self.storage, one))  # type: ignore[misc]
+                    delete = partial(delete_objects, self.storage, effect)
+                    self._apart(core, "the pool deletes", delete, is_ordered=True)
 
-    def _apart(self, core: PoolCore, what: str, work: Callable[[], None]) -> None:
-        """In a thread of the process, which may die before."""
+    def _apart(self, core: PoolCore, what: str, work: Callable[[], None], *, is_ordered: bool = False) -> None:
+        """In a thread of the process, which may die before; manifests are put and objects deleted one by one."""
         if self._is_at_once:
             work()
-        else:
-            self.loop.after(self.trip(), what, lambda: work() if core is self._core else None)
+            return
+        due_at = self.loop.now + self.trip()
+        if is_ordered:
+            due_at = self._ordered_until = max(due_at, self._ordered_until)
+        self.loop.at(due_at, what, lambda: work() if core is self._core else None)
 
     def _land(self, core: PoolCore, effect: LandShard) -> None:
         transfer = effect.transfer

@@ -81,3 +81,6 @@ class PoolRules:
         if session is None or any(self._on.get(rank) != session for rank in self._ranks):
             where = {rank: self._on.get(rank, b"").hex()[:8] for rank in self._ranks}
             raise Violation("pool mixed", f"at rest ranks are in {where}, rank 0 in {(session or b'').hex()[:8]}")
+        stored = {manifest.record.key for manifest in self._pool.storage.manifests()}
+        if unstored := sorted(self._pool.visible_keys() - stored):
+            raise Violation("visible, not stored", f"at rest the manager shows {unstored[0].hex()[:16]}")
