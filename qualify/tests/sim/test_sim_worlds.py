@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 
+import msgspec
 import pytest
 
-from flare_qualify.sim.options import FAULT_KINDS, expand
+from flare_qualify.sim.options import FAULT_KINDS, FaultKind, expand
 from flare_qualify.sim.planted import PLANTED_BUGS
 from flare_qualify.sim.run import bug_named, hunt, run_seeds
 from flare_qualify.sim.seed_file import SeedFile, read_seed_file, seed_files, write_seed_file
@@ -54,7 +55,17 @@ def test_no_rule_is_broken() -> None:
     assert summary.counts["deaths"] > 0
     assert summary.counts["pool on"] > 0
     assert summary.counts["committed"] > 0
-    assert summary.counts["fetched pool"] > 0
+
+
+def test_the_pool_restores_what_local_disks_have_lost() -> None:
+    num_fetched = 0
+    for seed in range(6):
+        drawn = expand(seed, num_events=700)
+        options = msgspec.structs.replace(drawn, has_pool=True, faults={FaultKind.POOL_ALONE: 1.0}, fault_events=150.0)
+        outcome, _ = run_world(options)
+        assert (outcome.rule, outcome.detail) == ("", "")
+        num_fetched += outcome.counts.get("fetched pool", 0)
+    assert num_fetched > 0
 
 
 def test_every_kind_of_fault_is_drawn_by_some_seed() -> None:
