@@ -16,7 +16,7 @@ from flare_cache.pool.client import PoolClient, connect_to_pool
 from flare_cache.pool.manifest import namespace_id
 from flare_cache.pool.messages import POOL_PROTOCOL, Register
 from flare_cache.pool.setup import PoolSetup
-from flare_cache.pool.shelf import PoolShelf, staging_bytes
+from flare_cache.pool.shelf import NUM_THREADS, PoolShelf, staging_bytes
 from flare_cache.pool.staging import allocate_staging
 from flare_cache.pool.url import PoolUrl
 from flare_cache.transfer import Shelf
@@ -30,19 +30,17 @@ from flare_transport import Address, Security
 
 __all__ = ["RankPool", "open_pool"]
 
-NUM_CONNECTIONS = 4
-"""Threads of a rank that move shards, each over a bulk connection of its own."""
 CONNECT_SECONDS = 4.0
 _LOG = logging.getLogger("flare")
 
 
 @dataclass(frozen=True, slots=True)
 class RankPool:
-    """What the record path needs of the pool. ``num_threads`` move shards, each over a bulk connection of its own."""
+    """What the record path needs of the pool. ``num_threads`` move shards."""
 
     setup: PoolSetup
     shelf: PoolShelf
-    num_threads: int = NUM_CONNECTIONS
+    num_threads: int = NUM_THREADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +80,7 @@ def open_pool(config: RunConfig, model: RankModel, *, shelves: Mapping[Tier, She
         msg = "--pool needs a tier of records to be put from"
         raise UsageError(msg)
     geometry = identity.geometries[config.rank]
-    staging = allocate_staging(NUM_CONNECTIONS, staging_bytes(geometry))
+    staging = allocate_staging(NUM_THREADS, staging_bytes(geometry))
     shelf = PoolShelf(
         geometry=geometry,
         set_fingerprint=fingerprint,

@@ -20,8 +20,8 @@ from flare_transport.bulk_socket import receive_answer, receive_into, send_all
 
 __all__ = ["PIECE_BYTES", "BulkConnections", "TcpRange"]
 
-PIECE_BYTES = 512 << 10
-"""What is received at once: it is digested, and copied on, while it is still in the processor's cache."""
+PIECE_BYTES = 2 << 20
+"""What is received at once: digested and copied on from the cache, and large enough to spare the interpreter."""
 
 Taker = Callable[[memoryview], None]
 """Is given the next bytes of a range, which are gone when it returns."""
@@ -29,17 +29,32 @@ Taker = Callable[[memoryview], None]
 
 @dataclass(slots=True)
 class BulkConnections:
-    """Connections of ``client``. Thread-safe; each is lent for one range."""
+    """At most ``limit`` connections of ``client``. Thread-safe; each is lent for one range."""
 
     client: PoolClient
+    limit: int
     _idle: list[socket.socket] = field(default_factory=list)
     _lent: set[socket.socket] = field(default_factory=set)
     _mutex: threading.Lock = field(default_factory=threading.Lock)
     _is_closed: bool = False
+    _places: threading.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._places = threading.Semaphore(self.limit)
 
     @contextlib.contextmanager
     def lend(self, deadline: float) -> Iterator[TcpRange]:
-        """A connection for one range; closed when the body raises. Raises PoolUnavailable."""
+        """A connection for one range, closed when the body raises. Blocks while all are lent; raises PoolUnavailable."""
+        if not self._places.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise PoolUnavailable("no bulk connection was free in the job's time")
+        try:
+            with self._lend_one(deadline) as line:
+                yield line
+        finally:
+            self._places.release()
+
+    @contextlib.contextmanager
+    def _lend_one(self, deadline: float) -> Iterator[TcpRange]:
         with self._mutex:
             sock = self._idle.pop() if self._idle else None
         if sock is None:

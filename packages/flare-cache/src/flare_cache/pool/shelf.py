@@ -42,9 +42,12 @@ from flare_cache.transfer import Item, Part, Transfer, check_same_record, flat_v
 from flare_core.geometry import PAGE_ALIGNMENT, Geometry, align_up
 from flare_core.ports import PageMemory
 
-__all__ = ["PART_BYTES", "PoolShelf", "staging_bytes"]
+__all__ = ["NUM_CONNECTIONS", "NUM_THREADS", "PART_BYTES", "PoolShelf", "staging_bytes"]
 
 PART_BYTES = 8 << 20
+NUM_CONNECTIONS = 4
+NUM_THREADS = 6
+"""Of the lane: while a put waits for the manager's storage, the connections are not idle."""
 _BUDGET_SHARE = 0.7
 """Of rank zero's deadline for a job: what is left pays for queues and for the answer."""
 _LIMITS = ShardedLimits()
@@ -67,6 +70,7 @@ class PoolShelf:
         geometry, set_fingerprint, passage: as for the disk.
         source: where this rank's shards are put from.
         staging: buffers of ``staging_bytes``; one for each thread of the lane.
+        num_connections: bulk connections at a time; more threads than that keep them busy while some wait for storage.
         clock: monotonic seconds.
     """
 
@@ -75,6 +79,7 @@ class PoolShelf:
     passage: Passage
     source: ShardSource
     staging: StagingBuffers
+    num_connections: int = NUM_CONNECTIONS
     clock: Callable[[], float] = time.monotonic
     _session: _Session | None = None
     _reason: str = "the pool is not on yet"
@@ -83,7 +88,7 @@ class PoolShelf:
     def turn_on(self, session: bytes, connection: PoolClient) -> None:
         """Take jobs of ``session``. Does not block."""
         assert len(session) == POOL_SESSION_BYTES  # noqa: S101 - the agreement's, checked there
-        self._exchange(_Session(session, connection, BulkConnections(connection)), "")
+        self._exchange(_Session(session, connection, BulkConnections(connection, self.num_connections)), "")
 
     def turn_off(self, reason: str) -> None:
         """Take none; what runs ends with its connections. Does not block."""

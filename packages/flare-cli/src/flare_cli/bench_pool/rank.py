@@ -24,7 +24,7 @@ from flare_cache.memory_shelf import MemoryShelf
 from flare_cache.pool.client import PoolClient, connect_to_pool
 from flare_cache.pool.manifest import namespace_id
 from flare_cache.pool.messages import POOL_PROTOCOL, Commit, Committed, Register
-from flare_cache.pool.shelf import PoolShelf, staging_bytes
+from flare_cache.pool.shelf import NUM_CONNECTIONS, NUM_THREADS, PoolShelf, staging_bytes
 from flare_cache.pool.staging import allocate_staging
 from flare_cache.staged import StagedTransport
 from flare_core.errors import FlareError
@@ -190,8 +190,15 @@ def open_bench_rank(shape: Shape, address: Address, key: bytes, security: Securi
         pages.page(page)[:] = secrets.token_bytes(4096) * (shape.page_bytes // 4096)
     passage = DirectPassage(aligned=False)
     memory = MemoryShelf(geometry, _SET, passage, limit_bytes=2 * shape.num_bytes)
-    staging = allocate_staging(shape.num_connections, staging_bytes(geometry))
-    shelf = PoolShelf(geometry=geometry, set_fingerprint=_SET, passage=passage, source=memory, staging=staging)
+    num_threads = shape.num_connections + NUM_THREADS - NUM_CONNECTIONS
+    shelf = PoolShelf(
+        geometry=geometry,
+        set_fingerprint=_SET,
+        passage=passage,
+        source=memory,
+        staging=allocate_staging(num_threads, staging_bytes(geometry)),
+        num_connections=shape.num_connections,
+    )
     results: queue.Queue[JobResult] = queue.Queue()
     transport = StagedTransport(
         geometry=geometry,
@@ -202,12 +209,12 @@ def open_bench_rank(shape: Shape, address: Address, key: bytes, security: Securi
         on_result=results.put,
         on_fault=lambda _: None,
         pool=shelf,
-        num_pool_threads=shape.num_connections,
+        num_pool_threads=num_threads,
     )
     transport.start()
     register = Register(
         protocol=POOL_PROTOCOL, namespace=namespace_id(_SET, bytes(16)), set_fingerprint=_SET, world_size=1, rank=0,
-        session=_SESSION, instance="bench", model="bench", buffers=staging.sizes,
+        session=_SESSION, instance="bench", model="bench", buffers=shelf.staging.sizes,
     )  # fmt: skip
     client = connect_to_pool(address, key=key, security=security, register=register, on_lost=lambda _: None)
     shelf.turn_on(_SESSION, client)
