@@ -16,7 +16,13 @@ __all__ = ["PoolFaults", "heal_pool"]
 
 
 def heal_pool(pool: SimManager) -> None:
-    """It works from now on. What was damaged stays so."""
+    """It works from now on, and has room: one that is too small for a chain goes on evicting what was just put.
+
+    What was damaged stays so.
+    """
+    if pool.limit_bytes is not None:
+        pool.limit_bytes = None
+        pool.crash()
     pool.start()
     pool.refusing.clear()
     pool.slowness, pool.storage.is_full = 1.0, False
