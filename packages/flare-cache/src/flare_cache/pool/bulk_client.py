@@ -44,7 +44,7 @@ class BulkConnections:
 
     @contextlib.contextmanager
     def lend(self, deadline: float) -> Iterator[TcpRange]:
-        """A connection for one range, closed when the body raises. Blocks while all are lent; raises PoolUnavailable."""
+        """A connection for one range, closed when the body raises. Blocks while all are lent, then PoolUnavailable."""
         if not self._places.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise PoolUnavailable("no bulk connection was free in the job's time")
         try:
