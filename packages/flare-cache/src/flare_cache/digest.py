@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 import xxhash
 
-__all__ = ["DIGEST_BYTES", "ROW_INDEX", "digest_of", "section_digest"]
+__all__ = ["DIGEST_BYTES", "ROW_INDEX", "section_digest"]
 
 DIGEST_BYTES = 16
 ROW_INDEX = 0xFFFF_FFFF
@@ -26,12 +26,7 @@ def section_digest(store_id: bytes, rank: int, *, index: int, payload: Iterable[
 
     Blocks for the time of reading the payload once; the GIL is released for pieces above a few KiB.
     """
-    digest = digest_of(store_id, rank, index=index)
+    digest = xxhash.xxh3_128(_ADDRESS.pack(store_id, rank, index))
     for piece in payload:
         digest.update(piece)
     return digest.digest()
-
-
-def digest_of(store_id: bytes, rank: int, *, index: int) -> xxhash.xxh3_128:
-    """The digest of a section, to be fed with its bytes as they come."""
-    return xxhash.xxh3_128(_ADDRESS.pack(store_id, rank, index))

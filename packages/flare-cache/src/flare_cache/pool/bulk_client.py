@@ -10,7 +10,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from flare_cache.pool.client import PoolClient, PoolUnavailable
@@ -18,13 +18,7 @@ from flare_cache.pool.staging import BufferState
 from flare_transport import BulkUnit, RemoteProtocolError, UnitOp, UnitStatus
 from flare_transport.bulk_socket import receive_answer, receive_into, send_all
 
-__all__ = ["PIECE_BYTES", "BulkConnections", "TcpRange"]
-
-PIECE_BYTES = 2 << 20
-"""What is received at once: digested and copied on from the cache, and large enough to spare the interpreter."""
-
-Taker = Callable[[memoryview], None]
-"""Is given the next bytes of a range, which are gone when it returns."""
+__all__ = ["BulkConnections", "TcpRange"]
 
 
 @dataclass(slots=True)
@@ -102,21 +96,16 @@ class TcpRange:
     sock: socket.socket
     deadline: float
 
-    def get(
-        self, key: bytes, transfer: bytes, *, offset: int, num_bytes: int, landing: memoryview, take: Taker
-    ) -> None:
-        """Receive a range piece by piece into ``landing``, again and again; ``take`` is given each piece in order.
+    def get(self, key: bytes, transfer: bytes, *, offset: int, view: memoryview) -> None:
+        """Fill ``view``, staging, with the bytes from ``offset`` on.
 
         Raises:
             OSError: the connection, the time limit, or the manager's refusal.
         """
-        unit = BulkUnit.make(key, UnitOp.GET, transfer, offset=offset, length=num_bytes)
+        unit = BulkUnit.make(key, UnitOp.GET, transfer, offset=offset, length=len(view))
         send_all(self.sock, memoryview(unit.encode()), deadline=self.deadline)
-        self._expect(num_bytes)
-        for at in range(0, num_bytes, PIECE_BYTES):
-            piece = landing[: min(PIECE_BYTES, num_bytes - at)]
-            receive_into(self.sock, piece, deadline=self.deadline)
-            take(piece)
+        self._expect(len(view))
+        receive_into(self.sock, view, deadline=self.deadline)
 
     def put(self, key: bytes, transfer: bytes, *, offset: int, view: memoryview) -> None:
         """Send ``view`` as the bytes from ``offset`` on; then the manager has them. Raises as :meth:`get`."""

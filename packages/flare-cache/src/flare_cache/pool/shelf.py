@@ -15,11 +15,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from flare_cache.host_memory import Passage, aligned_buffer, copy_views
+from flare_cache.host_memory import Passage, Window, aligned_buffer, copy_views
 from flare_cache.job_check import POOL_SESSION_BYTES
 from flare_cache.jobs import Job
 from flare_cache.outcomes import ShardedLimits
-from flare_cache.pool.bulk_client import PIECE_BYTES, BulkConnections, Taker, TcpRange
+from flare_cache.pool.bulk_client import BulkConnections, TcpRange
 from flare_cache.pool.client import PoolClient, PoolUnavailable
 from flare_cache.pool.messages import (
     Done,
@@ -34,11 +34,19 @@ from flare_cache.pool.messages import (
     ReportBad,
     Request,
 )
-from flare_cache.pool.part_stream import Filling, PartDigests
 from flare_cache.pool.shard_source import ShardReader, ShardSource
 from flare_cache.pool.staging import BufferState, StagingBuffers
 from flare_cache.record import Problem, RecordError, RecordHeader, check_header, decode_header, file_layout
-from flare_cache.transfer import Item, Part, Transfer, check_same_record, flat_views, job_items, split_parts
+from flare_cache.transfer import (
+    Item,
+    Part,
+    Transfer,
+    check_same_record,
+    flat_views,
+    job_items,
+    split_parts,
+    verify_items,
+)
 from flare_core.geometry import PAGE_ALIGNMENT, Geometry, align_up
 from flare_core.ports import PageMemory
 
@@ -47,7 +55,7 @@ __all__ = ["NUM_CONNECTIONS", "NUM_THREADS", "PART_BYTES", "PoolShelf", "staging
 PART_BYTES = 8 << 20
 NUM_CONNECTIONS = 4
 NUM_THREADS = 6
-"""Of the lane: while a put waits for the manager's storage, the connections are not idle."""
+"""Of the lane: while some verify, copy or wait for the manager's storage, the connections are not idle."""
 _BUDGET_SHARE = 0.7
 """Of rank zero's deadline for a job: what is left pays for queues and for the answer."""
 _LIMITS = ShardedLimits()
@@ -70,7 +78,8 @@ class PoolShelf:
         geometry, set_fingerprint, passage: as for the disk.
         source: where this rank's shards are put from.
         staging: buffers of ``staging_bytes``; one for each thread of the lane.
-        num_connections: bulk connections at a time; more threads than that keep them busy while some wait for storage.
+        num_connections: bulk connections at a time; more threads than that keep them busy while some verify, copy or
+            wait for storage.
         clock: monotonic seconds.
     """
 
@@ -160,21 +169,20 @@ class PoolShelf:
         return _Exchange(session, job, deadline, self.clock, self.geometry.rank)
 
     def _header(self, exchange: _Exchange, num_bytes: int) -> RecordHeader:
-        landing = aligned_buffer(min(PIECE_BYTES, num_bytes))
-        buffer = bytearray()
+        buffer = aligned_buffer(num_bytes)
         with exchange.session.connections.lend(exchange.deadline) as line:
-            exchange.get(line, offset=0, num_bytes=num_bytes, landing=landing, take=buffer.extend)
+            exchange.get(line, offset=0, view=buffer)
         expected = exchange.grant.header_digest
         if expected and bytes(buffer[-len(expected) :]) != expected:
             raise RecordError(Problem.HEADER_DIGEST, "the shard's header is not the one of its manifest")
-        header = decode_header(memoryview(buffer))
+        header = decode_header(buffer)
         check_header(header, set_fingerprint=self.set_fingerprint, geometry=self.geometry)
         return header
 
 
 def staging_bytes(geometry: Geometry) -> int:
-    """Bytes of one staging buffer: a piece that is being received, and the largest part."""
-    return align_up(PIECE_BYTES + max(PART_BYTES, geometry.page_bytes, geometry.row_stride), PAGE_ALIGNMENT)
+    """Bytes of one staging buffer: the largest part."""
+    return align_up(max(PART_BYTES, geometry.page_bytes, geometry.row_stride), PAGE_ALIGNMENT)
 
 
 def _budget(num_bytes: int) -> float:
@@ -209,8 +217,8 @@ class _Exchange:
             raise PoolUnavailable("the job's time with the pool is up")
         return self.session.client.request(message, timeout_seconds=remaining)
 
-    def get(self, line: TcpRange, *, offset: int, num_bytes: int, landing: memoryview, take: Taker) -> None:
-        line.get(self._key(), self.grant.transfer, offset=offset, num_bytes=num_bytes, landing=landing, take=take)
+    def get(self, line: TcpRange, *, offset: int, view: memoryview) -> None:
+        line.get(self._key(), self.grant.transfer, offset=offset, view=view)
 
     def put(self, line: TcpRange, *, offset: int, view: memoryview) -> None:
         line.put(self._key(), self.grant.transfer, offset=offset, view=view)
@@ -243,48 +251,33 @@ class _PoolFetch:
         buffer = shelf.staging.take(exchange.deadline)
         state = BufferState.QUIET
         try:
+            num_bytes = sum(item.num_bytes for item in part)
             with exchange.session.connections.lend(exchange.deadline) as line:
                 try:
-                    if shelf.passage.part_bytes is None:
-                        self._receive_to_pages(line, part, buffer)
-                    else:
-                        self._receive_all(line, part, buffer)
+                    exchange.get(line, offset=part[0].offset, view=buffer[:num_bytes])
                 except BaseException:
                     state = line.cancel()
                     raise
+            # Another thread has the connection from here on.
+            self._deliver(part, buffer)
         except RecordError as error:
             self._bad = error
             raise
         finally:
             shelf.staging.give_back(buffer, state)
 
-    def _receive_to_pages(self, line: TcpRange, part: Part, buffer: memoryview) -> None:
-        """Pages in host memory: each piece is digested and copied on while the cache has it."""
+    def _deliver(self, part: Part, buffer: memoryview) -> None:
+        """Verify what has landed in staging, and copy it on."""
+        sections: list[list[memoryview]] = []
+        at = 0
+        for item in part:
+            sections.append([buffer[at : at + item.num_bytes]])
+            at += item.num_bytes
+        landed = Window(sections, lambda: None)
+        verify_items(part, landed, header=self.header, geometry=self.shelf.geometry)
         with self.shelf.passage.incoming([item.segments for item in part]) as window:
-            self._receive(line, part, buffer, [view for views in window.sections for view in views])
+            copy_views(flat_views(window), flat_views(landed))
             window.deliver()
-
-    def _receive_all(self, line: TcpRange, part: Part, buffer: memoryview) -> None:
-        """Pages behind staging of their own, which disks need too: it is borrowed when the part is there, verified."""
-        num_bytes = sum(item.num_bytes for item in part)
-        whole = buffer[PIECE_BYTES : PIECE_BYTES + num_bytes]
-        self._receive(line, part, buffer, [whole])
-        with self.shelf.passage.incoming([item.segments for item in part]) as window:
-            copy_views(flat_views(window), [whole])
-            window.deliver()
-
-    def _receive(self, line: TcpRange, part: Part, buffer: memoryview, targets: Sequence[memoryview]) -> None:
-        """One range for all items of the part; each is digested as its pieces come."""
-        digests = PartDigests(self.header, self.shelf.geometry.rank, part)
-        filling = Filling(targets)
-
-        def take(piece: memoryview) -> None:
-            digests.update(piece)
-            filling.append(piece)
-
-        num_bytes = sum(item.num_bytes for item in part)
-        self.exchange.get(line, offset=part[0].offset, num_bytes=num_bytes, landing=buffer[:PIECE_BYTES], take=take)
-        digests.verify()
 
     def finish(self) -> int:
         """The session must have lasted: what was granted in it is what was read. Bytes moved."""
