@@ -41,7 +41,7 @@ class ShardedLimits:
 
     max_outstanding: int = 8
     max_pool_fetches: int = 4
-    max_pool_puts: int = 2
+    max_pool_puts: int = 4
     started_seconds: float = 10.0
     base_seconds: float = 5.0
     floor_bytes_per_second: float = 20e6

@@ -77,13 +77,14 @@ class BulkService:
         return self._send(sock, transfer, unit)
 
     def _receive(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
-        """Into memory, and on to storage piece by piece: the disk works while the network does."""
+        """Into memory, and on to storage piece by piece: the disk works while the network does. What storage says of it
+        is told when the put is finished."""
         try:
             landing = self.landings.of(transfer)
             for at in range(unit.offset, unit.offset + unit.length, _WRITE_BYTES):
                 view = landing.data[at : min(at + _WRITE_BYTES, unit.offset + unit.length)]
                 receive_into(sock, view)
-                landing.upload.write(at, view)
+                landing.write(at, view)
         except (TimeoutError, ConnectionError):
             raise
         except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 
 from flare_cache.host_memory import aligned_buffer
@@ -22,18 +23,41 @@ _MAX_IDLE_BYTES = 512 << 20
 
 @dataclass(slots=True)
 class Landing:
-    """One shard on its way: ``data`` is as long as the shard; ``buffer`` is what it lies in."""
+    """One shard on its way, an :class:`flare_cache.pool.storage.Upload` that writes behind.
+
+    Attributes:
+        data: as long as the shard. buffer: what it lies in.
+        upload: its way into storage. writers: threads that write to it.
+    """
 
     data: memoryview
     buffer: memoryview
     upload: Upload
+    writers: ThreadPoolExecutor
+    _writes: list[Future[None]] = field(default_factory=list)
+
+    def write(self, offset: int, view: memoryview) -> None:
+        """Some bytes have come: they go on to storage while the connection takes the next. Does not block."""
+        self._writes.append(self.writers.submit(self.upload.write, offset, view))
+
+    def commit(self, data: memoryview) -> None:
+        """Wait until storage has taken all that has come, and make it durable. Raises OSError."""
+        wait(self._writes)
+        for write in self._writes:
+            write.result()
+        self.upload.commit(data)
+
+    def abort(self) -> None:
+        """Nothing of it stays; what is still written goes to a file that is gone."""
+        self.upload.abort()
 
 
 @dataclass(slots=True)
 class Landings:
-    """See the module. ``storage``: where uploads go."""
+    """See the module. ``storage``: where uploads go; ``writers``: threads that write to it."""
 
     storage: PoolStorage
+    writers: ThreadPoolExecutor
     _open: dict[bytes, Landing] = field(default_factory=dict)
     _idle: list[memoryview] = field(default_factory=list)
     _mutex: threading.Lock = field(default_factory=threading.Lock)
@@ -45,7 +69,7 @@ class Landings:
             if landing is None:
                 upload = self.storage.begin(transfer.name, transfer.num_bytes)
                 buffer = self._take(transfer.num_bytes)
-                landing = self._open[transfer.id] = Landing(buffer[: transfer.num_bytes], buffer, upload)
+                landing = self._open[transfer.id] = Landing(buffer[: transfer.num_bytes], buffer, upload, self.writers)
             return landing
 
     def take(self, transfer: bytes) -> Landing | None:
@@ -58,7 +82,7 @@ class Landings:
         with self._mutex:
             void = [self._open.pop(transfer) for transfer in list(self._open) if not is_granted(transfer)]
         for landing in void:
-            landing.upload.abort()
+            landing.abort()
 
     def use_again(self, landing: Landing) -> None:
         """Nobody reads or writes its buffer any more."""

@@ -75,6 +75,7 @@ _EPOCH_BYTES = 16
 _TRANSFER_BYTES = 16
 _TICK_SECONDS = 0.5
 _NUM_WORKERS = 8
+_NUM_WRITERS = 4
 _log = logging.getLogger(__name__)
 
 
@@ -116,7 +117,8 @@ class PoolServer:
             limits=dataclasses.replace(settings.limits, wall_clock_offset=time.time() - time.monotonic()),
             draw_transfer=lambda: secrets.token_bytes(_TRANSFER_BYTES),
         )
-        self._landings = Landings(storage)
+        self._writers = ThreadPoolExecutor(_NUM_WRITERS, thread_name_prefix="flare pool writer")
+        self._landings = Landings(storage, self._writers)
         self.bulk = BulkService(self.storage, self.memory, self._claim, self._received, self._landings)
         self._administration = Administration(
             self.core, self.memory, self.bulk, settings.place, settings.name, self.epoch, settings.limits
@@ -161,6 +163,7 @@ class PoolServer:
             self._listener.close()
         self._workers.shutdown(wait=True)
         self._ordered.shutdown(wait=True)
+        self._writers.shutdown(wait=True)
         for link in list(self._links.values()):
             link.close()
         self.bulk.close()
@@ -277,7 +280,7 @@ class PoolServer:
         if landing is None:
             outcome: ShardFacts | Refused = Refused(reason=RefusedReason.INCOMPLETE, detail="nothing was received")
         else:
-            outcome = land_shard(effect, landing.upload, landing.data)
+            outcome = land_shard(effect, landing, landing.data)
             # Every connection that wrote to it has been answered.
             if isinstance(outcome, Refused) or not self.memory.put(effect.transfer.name, landing.data):
                 self._landings.use_again(landing)

@@ -21,6 +21,7 @@ from flare_cache.host_memory import DirectPassage
 from flare_cache.host_pages import HostPages
 from flare_cache.jobs import Extent, Job, JobOp, JobResult, JobStatus, RecordIdentity, Section
 from flare_cache.memory_shelf import MemoryShelf
+from flare_cache.outcomes import ShardedLimits
 from flare_cache.pool.client import PoolClient, connect_to_pool
 from flare_cache.pool.manifest import namespace_id
 from flare_cache.pool.messages import POOL_PROTOCOL, Commit, Committed, Register
@@ -137,7 +138,8 @@ class BenchRank:
         return time.perf_counter() - start
 
 
-_CREDITS = {JobOp.PUT: 2, JobOp.FETCH: 4}
+_LIMITS = ShardedLimits()
+_CREDITS = {JobOp.PUT: _LIMITS.max_pool_puts, JobOp.FETCH: _LIMITS.max_pool_fetches}
 
 
 def _record(shape: Shape, number: int) -> tuple[RecordIdentity, bytes]:
