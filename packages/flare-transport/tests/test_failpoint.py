@@ -41,7 +41,7 @@ def reach(name, times):
 
 def test_names_are_unique_and_say_where_and_what():
     assert len({point.name for point in FAILPOINTS}) == len(FAILPOINTS)
-    assert all(point.where in {"rank 0", "peer", "any rank"} and point.what for point in FAILPOINTS)
+    assert all(point.where in {"rank 0", "peer", "any rank", "manager"} and point.what for point in FAILPOINTS)
 
 
 def test_nothing_happens_while_nothing_was_ordered():
