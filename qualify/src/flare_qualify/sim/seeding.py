@@ -196,12 +196,15 @@ def _restore_backup(world: World, disk: SimDisk) -> None:
     """The directory as it was some runs ago."""
     backup = world.backups.get(disk.rank)
     if backup is None:
-        world.backups[disk.rank] = {name: bytes(inode.data) for name, inode in disk.records().items()}
+        world.backups[disk.rank] = {
+            name: (bytes(inode.data), inode.is_damaged) for name, inode in disk.records().items()
+        }
         return
     now = disk.records()
     disk.excused.update(now)
     for name in now:
         disk.set_name(name, None)
-    for name, data in backup.items():
+    for name, (data, is_damaged) in backup.items():
         disk.excused.add(name)
         _put(disk, name, data)
+        disk.names[name].is_damaged = is_damaged

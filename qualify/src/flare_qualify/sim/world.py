@@ -95,7 +95,7 @@ class World:
         self.accept_loss = False
         self.group: Group | None = None
         self.is_healed = False
-        self.backups: dict[int, dict[str, bytes]] = {}
+        self.backups: dict[int, dict[str, tuple[bytes, bool]]] = {}
         self.faults = Faults(self)
         self._num_groups = 0
         self._is_restart_due = False

@@ -21,12 +21,12 @@ def server(make_ranks, tmp_path):
 
 
 def test_the_official_client_works_unchanged(server):
-    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0)
-    assert [model.id for model in client.models.list()] == ["oracle"]
-    check_completions(client)
-    check_chat(client)
-    check_streams(client)
-    check_errors(client)
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="unused", max_retries=0) as client:
+        assert [model.id for model in client.models.list()] == ["oracle"]
+        check_completions(client)
+        check_chat(client)
+        check_streams(client)
+        check_errors(client)
 
 
 def check_completions(client):

@@ -18,16 +18,16 @@ def checkpoint(tmp_path_factory):
 
 
 def ask(ranks):
-    client = openai.OpenAI(base_url=f"{ranks.url}/v1", api_key="unused", max_retries=0)
-    return client.chat.completions.create(
-        model="default",
-        messages=[{"role": "user", "content": PROMPT}],
-        max_tokens=12,
-        temperature=0,
-        logprobs=True,
-        top_logprobs=20,
-        extra_body={"ignore_eos": True},
-    )
+    with openai.OpenAI(base_url=f"{ranks.url}/v1", api_key="unused", max_retries=0) as client:
+        return client.chat.completions.create(
+            model="default",
+            messages=[{"role": "user", "content": PROMPT}],
+            max_tokens=12,
+            temperature=0,
+            logprobs=True,
+            top_logprobs=20,
+            extra_body={"ignore_eos": True},
+        )
 
 
 def told(answer):
