@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -110,6 +112,25 @@ def test_a_failed_put_waits_longer_each_time_and_is_given_up_in_the_end() -> Non
     assert dict(box.dropped) == {"failed": 1}
 
 
+def test_what_waits_for_a_record_that_cannot_be_put_is_given_up_with_it() -> None:
+    # Left in the box, each would have the failing record put again for its sake, and wait for it again.
+    pins = Pins()
+    box = new_box(pins)
+    chain = [record(name, first_page=name) for name in range(4)]
+    for parent, child in pairwise(chain):
+        child.parent = parent
+    for one in [*chain, other := record(9, first_page=9)]:
+        box.add(one, 0.0)
+    now = 0.0
+    while chain[0].key in box:
+        while (out := box.next(now)) is not None:
+            if out.record is not other:
+                box.again(out, now, is_fault=True)
+        now += 0.25
+    assert dict(box.dropped) == {"failed": 1, "parent": 3}
+    assert pins.held == [other]
+
+
 def test_a_put_that_the_end_of_a_session_stopped_is_no_fault_of_the_record() -> None:
     box = new_box()
     box.add(record(1), 0.0)
@@ -123,6 +144,7 @@ def test_bytes_and_pins_are_those_of_the_records_in_the_box(events) -> None:
     pins = Pins()
     box = new_box(pins, limit_bytes=40)
     records = [record(name, first_page=name, num_bytes=5 + name) for name in range(5)]
+    records[2].parent, records[4].parent = records[1], records[2]
     under_way = []
     for what, name in events:
         match what:
@@ -136,7 +158,7 @@ def test_bytes_and_pins_are_those_of_the_records_in_the_box(events) -> None:
                 out = under_way.pop(0)
                 {
                     "done": box.done,
-                    "drop": lambda o: box.drop(o, "x"),
+                    "drop": lambda o: box.drop(o, "failed"),
                     "again": lambda o: box.again(o, 0.0, is_fault=False),
                 }[what](out)
         assert len(pins.held) == len(box)

@@ -19,6 +19,7 @@ __all__ = ["OutRecord", "Outbox"]
 
 _MAX_TRIES = 5
 _FIRST_PAUSE_SECONDS = 0.5
+_FOR_GOOD = ("failed", "parent")
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +42,7 @@ class Outbox:
         seconds: a record is given up after so long in the box.
         pin, unpin: of the source tier.
         dropped: records that never reached the pool, by reason: "full", the budget; "late", the time; "failed", again
-            and again; "gone" from the source tier; "parent", no room for what it extends.
+            and again; "gone" from the source tier; "parent", what it extends has no room, or cannot be put.
     """
 
     limit_bytes: int
@@ -141,9 +142,16 @@ class Outbox:
             self._wait(out)
 
     def drop(self, out: OutRecord, reason: str) -> None:
-        """Give it up, and count it."""
-        self.dropped[reason] += 1
-        self._forget(out)
+        """Give it up, and count it; what waited for a record that cannot be put is given up too."""
+        given_up = [(out, reason)]
+        while given_up:
+            out, reason = given_up.pop()
+            if reason in _FOR_GOOD:
+                # Put again for their sake, it would fail again, for as long as they wait.
+                given_up += [(child, "parent") for child in self._by_parent.pop(out.record.key, ())]
+            if self._keys.get(out.record.key) is out:
+                self.dropped[reason] += 1
+                self._forget(out)
 
     def drop_late(self, now: float) -> None:
         """Give up what has been in the box for too long, unless it is under way."""
