@@ -115,6 +115,7 @@ class Manager:
                 case DeleteObjects(names):
                     for name in names:
                         self.storage.pop(name, None)
+                    self.take(self.core.deleted(names))
 
     def pass_time(self, seconds: float) -> None:
         self.now += seconds

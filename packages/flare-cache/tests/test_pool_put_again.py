@@ -6,7 +6,7 @@ from flare_cache.jobs import Extent, RecordIdentity
 from flare_cache.pool.core import PoolCore
 from flare_cache.pool.core_words import DeleteObjects, PoolLimits
 from flare_cache.pool.manifest import Manifest, Shard, shard_name
-from flare_cache.pool.messages import POOL_PROTOCOL, Grant, PutStart, Register
+from flare_cache.pool.messages import POOL_PROTOCOL, Grant, PutStart, Refused, RefusedReason, Register
 
 NAMESPACE, KEY, STORE = bytes(32), b"k" * 32, b"s" * 16
 RECORD = RecordIdentity(
@@ -72,3 +72,15 @@ def test_a_shard_that_is_put_again_within_the_grace_is_not_deleted_at_its_end():
     effects = core.handle(bytes([0]) * 16, 2, put, 1.0)
     assert isinstance(effects[0].reply, Grant)
     assert _deleted(core.tick(5.0)) == {shard_name(NAMESPACE, KEY, STORE, 1)}
+
+
+def test_a_shard_is_not_put_again_while_what_was_there_is_being_deleted():
+    core = _core()
+    core.condemn(NAMESPACE, KEY, 0.0)
+    names = [name for effect in core.tick(5.0) if isinstance(effect, DeleteObjects) for name in effect.names]
+    put = PutStart(record=RECORD, extent=Extent.ROW, rank=0, num_bytes=8192)
+    refusal = core.handle(bytes([0]) * 16, 2, put, 6.0)[0].reply
+    assert isinstance(refusal, Refused)
+    assert refusal.reason is RefusedReason.BUSY
+    core.deleted(names)
+    assert isinstance(core.handle(bytes([0]) * 16, 3, put, 7.0)[0].reply, Grant)

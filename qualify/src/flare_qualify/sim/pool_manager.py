@@ -261,8 +261,7 @@ class SimManager:
                 case CheckShard():
                     self._apart(core, "the pool checks", partial(self._check, core, effect))
                 case DeleteObjects():
-                    delete = partial(delete_objects, self.storage, effect)
-                    self._apart(core, "the pool deletes", delete, is_ordered=True)
+                    self._apart(core, "the pool deletes", partial(self._delete, core, effect), is_ordered=True)
 
     def _apart(self, core: PoolCore, what: str, work: Callable[[], None], *, is_ordered: bool = False) -> None:
         """In a thread of the process, which may die before; manifests are put and objects deleted one by one."""
@@ -280,6 +279,10 @@ class SimManager:
         outcome = land_shard(effect, self.storage.begin(transfer.name, len(data)), data)
         self.counts["shards put"] += not isinstance(outcome, Refused)
         self._run(core, core.landed(transfer, effect.number, outcome))
+
+    def _delete(self, core: PoolCore, effect: DeleteObjects) -> None:
+        delete_objects(self.storage, effect)
+        self._run(core, core.deleted(effect.names))
 
     def _commit(self, core: PoolCore, effect: PutManifest) -> None:
         outcome = put_manifest(self.storage, effect)

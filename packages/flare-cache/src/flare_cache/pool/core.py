@@ -10,6 +10,7 @@ Shards without a manifest are found by gc. What a manager forgets when it dies i
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from flare_cache.jobs import RecordIdentity
@@ -72,6 +73,7 @@ class PoolCore:
         self._transfers: dict[bytes, Transfer] = {}
         self._committing: dict[tuple[bytes, bytes], list[tuple[bytes, int, Manifest]]] = {}
         self._effects: list[CoreEffect] = []
+        self._deleting: Counter[str] = Counter()
         self.is_draining = False
 
     @property
@@ -213,6 +215,9 @@ class PoolCore:
         if request.num_bytes > self._limits.max_shard_bytes:
             detail = f"a shard of {request.num_bytes} bytes, the most is {self._limits.max_shard_bytes}"
             return Refused(reason=RefusedReason.FULL, detail=detail)
+        name = shard_name(who.namespace, request.record.key, request.record.store_id, request.rank)
+        if name in self._deleting:
+            return Refused(reason=RefusedReason.BUSY, detail="what was put there before is being deleted")
         found = self.space.namespace(who.namespace, request.record.page_tokens)
         if found.index.has(request.record.key):
             return Refused(reason=RefusedReason.EXISTS)
@@ -224,7 +229,6 @@ class PoolCore:
         refusal = self.space.make_room(who.namespace, found, request.num_bytes, now)
         if refusal is not None:
             return refusal
-        name = shard_name(who.namespace, request.record.key, request.record.store_id, request.rank)
         found.reserved_bytes += request.num_bytes
         self.space.spare(name)
         return self._grant(session, who, name, request.num_bytes, now, record=request.record, extent=request.extent)
@@ -376,7 +380,15 @@ class PoolCore:
         self._effects.append(Answer(effect.session, effect.number, Done()))
         return self._take()
 
+    def deleted(self, names: Sequence[str]) -> list[CoreEffect]:
+        """Objects are deleted, or could not be: a shard of that name may be put again and stays."""
+        self._deleting.subtract(names)
+        self._deleting = +self._deleting
+        return self._take()
+
     def _take(self) -> list[CoreEffect]:
+        for deletion in self.space.deletions:
+            self._deleting.update(deletion.names)
         effects, self._effects = [*self._effects, *self.space.deletions], []
         self.space.deletions.clear()
         return effects

@@ -252,7 +252,7 @@ class PoolServer:
                 self._apart(lambda: self._check(effect))
             case DeleteObjects(names):
                 self.memory.forget(names)
-                self._apart(lambda: delete_objects(self.storage, effect), self._ordered)
+                self._apart(lambda: self._delete(effect), self._ordered)
 
     def _answer(self, session: bytes, frame_type: FrameType, payload: bytes) -> None:
         link = self._links.get(session)
@@ -289,6 +289,12 @@ class PoolServer:
     def _put_manifest(self, effect: PutManifest) -> None:
         outcome = put_manifest(self.storage, effect)
         self._run(lambda now: self.core.manifest_put(effect.namespace, effect.key, outcome, now))
+
+    def _delete(self, effect: DeleteObjects) -> None:
+        try:
+            delete_objects(self.storage, effect)
+        finally:
+            self._run(lambda _: self.core.deleted(effect.names))
 
     def _check(self, effect: CheckShard) -> None:
         try:
