@@ -5,7 +5,7 @@ Shared by the shelves. Knows layouts and addresses; does no I/O.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -26,6 +26,7 @@ __all__ = [
     "flat_views",
     "job_items",
     "split_parts",
+    "verify_item",
     "verify_items",
 ]
 
@@ -156,11 +157,16 @@ def verify_items(part: Part, window: Window, *, header: RecordHeader, geometry: 
     Raises:
         RecordError: SECTION_DIGEST, naming the section.
     """
-    store_id = header.identity.store_id
     for item, views in zip(part, window.sections, strict=True):
-        if section_digest(store_id, geometry.rank, index=item.index, payload=views) != header.digest_at(item.position):
-            name = "the row" if item.index == ROW_INDEX else f"section {item.index}"
-            raise RecordError(Problem.SECTION_DIGEST, f"{name} of {header.identity.key.hex()[:16]}")
+        verify_item(item, views, header=header, geometry=geometry)
+
+
+def verify_item(item: Item, payload: Iterable[memoryview], *, header: RecordHeader, geometry: Geometry) -> None:
+    """Compare the digest of one section, in pieces that may come one by one, with the header's. Raises as above."""
+    found = section_digest(header.identity.store_id, geometry.rank, index=item.index, payload=payload)
+    if found != header.digest_at(item.position):
+        name = "the row" if item.index == ROW_INDEX else f"section {item.index}"
+        raise RecordError(Problem.SECTION_DIGEST, f"{name} of {header.identity.key.hex()[:16]}")
 
 
 def check_same_record(found: RecordIdentity, expected: RecordIdentity) -> None:

@@ -209,14 +209,14 @@ def _open_parts(config: RunConfig, model: RankModel) -> _Parts:
         if config.prefix_cache_disk is not None:
             directory = RecordDirectory.open(config.prefix_cache_disk)
             direct = _use_direct(directory, config)
-        passage = _open_passage(model, staging, aligned=direct)
+        passage = _open_passage(model, staging, aligned=direct, num_threads=DEFAULT_NUM_THREADS)
     except BaseException:
         staging.close()
         if directory is not None:
             directory.close()
         raise
     shelves = _open_shelves(settings, geometry, directory=directory, passage=passage, direct=direct)
-    pool = _open_pool(config, model, shelves=shelves, passage=passage)
+    pool = _open_pool(config, model, shelves=shelves, staging=staging)
 
     def make_transport(on_result: Callable[[JobResult], None], on_fault: Callable[[str], None]) -> StagedTransport:
         return StagedTransport(
@@ -263,12 +263,15 @@ def _open_shelves(
 
 
 def _open_pool(
-    config: RunConfig, model: RankModel, *, shelves: Mapping[Tier, Shelf], passage: Passage
+    config: RunConfig, model: RankModel, *, shelves: Mapping[Tier, Shelf], staging: contextlib.ExitStack
 ) -> RankPool | None:
     if config.pool is None:
         return None
-    from flare_cli.pool_wiring import open_pool  # a rank without a pool starts quicker without it
+    from flare_cache.pool.shelf import NUM_THREADS  # a rank without a pool starts quicker without these
+    from flare_cli.pool_wiring import open_pool
 
+    # Its own way to the pages: one that waits for the pool holds up no transfer of the disk's.
+    passage = _open_passage(model, staging, aligned=False, num_threads=NUM_THREADS)
     return open_pool(config, model, shelves=shelves, passage=passage)
 
 
@@ -306,7 +309,7 @@ def _use_direct(directory: RecordDirectory, config: RunConfig) -> bool:
         raise UsageError(msg) from None
 
 
-def _open_passage(model: RankModel, staging: contextlib.ExitStack, *, aligned: bool) -> Passage:
+def _open_passage(model: RankModel, staging: contextlib.ExitStack, *, aligned: bool, num_threads: int) -> Passage:
     kind, _, ordinal = model.memory.device.partition(":")
     if kind == "cpu":
         return DirectPassage(aligned=aligned)
@@ -314,7 +317,7 @@ def _open_passage(model: RankModel, staging: contextlib.ExitStack, *, aligned: b
 
     least = max(max(each.page_bytes, each.row_stride) for each in model.identity.geometries)
     buffer_bytes = align_up(max(DEFAULT_PART_BYTES, least), PAGE_ALIGNMENT)
-    cuda = open_cuda_staging(int(ordinal or 0), num_buffers=DEFAULT_NUM_THREADS, buffer_bytes=buffer_bytes)
+    cuda = open_cuda_staging(int(ordinal or 0), num_buffers=num_threads, buffer_bytes=buffer_bytes)
     staging.callback(cuda.close)
     return cuda
 

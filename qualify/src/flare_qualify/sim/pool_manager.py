@@ -23,6 +23,7 @@ from flare_cache.pool.core_words import (
     PutManifest,
     Transfer,
 )
+from flare_cache.pool.landings import shard_check
 from flare_cache.pool.memory_tier import MemoryTier
 from flare_cache.pool.messages import POOL_PROTOCOL, Refused, Register, Registered, Reply, Request
 from flare_cache.pool.storage_work import check_stored_shard, delete_objects, land_shard, put_manifest
@@ -276,7 +277,7 @@ class SimManager:
     def _land(self, core: PoolCore, effect: LandShard) -> None:
         transfer = effect.transfer
         data = memoryview(bytearray(self.received.pop(transfer.id, b"")))
-        outcome = land_shard(effect, self.storage.begin(transfer.name, len(data)), data)
+        outcome = land_shard(effect, self.storage.begin(transfer.name, len(data)), shard_check(transfer, data))
         self.counts["shards put"] += not isinstance(outcome, Refused)
         self._run(core, core.landed(transfer, effect.number, outcome))
 

@@ -96,19 +96,22 @@ class TcpRange:
     sock: socket.socket
     deadline: float
 
-    def get(self, key: bytes, transfer: bytes, *, offset: int, view: memoryview) -> None:
-        """Fill ``view``, staging, with the bytes from ``offset`` on.
+    def begin_get(self, key: bytes, transfer: bytes, *, offset: int, num_bytes: int) -> None:
+        """Ask for ``num_bytes`` from ``offset`` on; :meth:`receive` has all of them then, in order.
 
         Raises:
             OSError: the connection, the time limit, or the manager's refusal.
         """
-        unit = BulkUnit.make(key, UnitOp.GET, transfer, offset=offset, length=len(view))
+        unit = BulkUnit.make(key, UnitOp.GET, transfer, offset=offset, length=num_bytes)
         send_all(self.sock, memoryview(unit.encode()), deadline=self.deadline)
-        self._expect(len(view))
+        self._expect(num_bytes)
+
+    def receive(self, view: memoryview) -> None:
+        """Fill ``view``, staging, with the next bytes of what was asked for. Raises as :meth:`begin_get`."""
         receive_into(self.sock, view, deadline=self.deadline)
 
     def put(self, key: bytes, transfer: bytes, *, offset: int, view: memoryview) -> None:
-        """Send ``view`` as the bytes from ``offset`` on; then the manager has them. Raises as :meth:`get`."""
+        """Send ``view`` as the bytes from ``offset`` on; then the manager has them. Raises as :meth:`begin_get`."""
         unit = BulkUnit.make(key, UnitOp.PUT, transfer, offset=offset, length=len(view))
         send_all(self.sock, memoryview(unit.encode()), deadline=self.deadline)
         send_all(self.sock, view, deadline=self.deadline)

@@ -21,6 +21,7 @@ from flare_transport.bulk_socket import receive_into, receive_unit, send_all, se
 __all__ = ["BulkService"]
 
 _READ_BYTES = 2 << 20
+"""From storage at a time: it is sent while it is still in a cache."""
 _WRITE_BYTES = 4 << 20
 _log = logging.getLogger(__name__)
 
@@ -48,9 +49,10 @@ class BulkService:
     def serve(self, sock: socket.socket, session: ServiceSession) -> None:
         """Serve units until the other side closes the connection, or something is wrong with it."""
         self._sockets.add(set_bulk_options(sock))
+        buffer = aligned_buffer(_READ_BYTES)
         try:
             while (unit := receive_unit(sock)) is not None:
-                if not self._serve_unit(sock, session, unit):
+                if not self._serve_unit(sock, session, unit, buffer):
                     return
         except (OSError, RemoteProtocolError) as error:
             _log.debug("a bulk connection has ended: %s", error)
@@ -66,15 +68,15 @@ class BulkService:
             except OSError:
                 continue
 
-    def _serve_unit(self, sock: socket.socket, session: ServiceSession, unit: BulkUnit) -> bool:
-        """Whether the connection may go on."""
+    def _serve_unit(self, sock: socket.socket, session: ServiceSession, unit: BulkUnit, buffer: memoryview) -> bool:
+        """Whether the connection may go on. ``buffer`` is the connection's own."""
         transfer = self.claim(session.id, unit) if unit.is_proven(transfer_key(session.key, unit.transfer)) else None
         if transfer is None:
             send_all(sock, memoryview(UnitAnswer(UnitStatus.UNKNOWN).encode()))
             return False
         if unit.op is UnitOp.PUT:
             return self._receive(sock, transfer, unit)
-        return self._send(sock, transfer, unit)
+        return self._send(sock, transfer, unit, buffer)
 
     def _receive(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
         """Into memory, and on to storage piece by piece: the disk works while the network does. What storage says of it
@@ -85,6 +87,7 @@ class BulkService:
                 view = landing.data[at : min(at + _WRITE_BYTES, unit.offset + unit.length)]
                 receive_into(sock, view)
                 landing.write(at, view)
+            landing.check.arrived(unit.offset, unit.length)
         except (TimeoutError, ConnectionError):
             raise
         except OSError as error:
@@ -96,18 +99,17 @@ class BulkService:
         send_all(sock, memoryview(UnitAnswer(UnitStatus.OK).encode()))
         return True
 
-    def _send(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
+    def _send(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit, buffer: memoryview) -> bool:
         held = self.memory.get(transfer.name)
         if held is not None:
             send_all(sock, memoryview(UnitAnswer(UnitStatus.OK, unit.length).encode()))
             send_all(sock, held[unit.offset : unit.offset + unit.length])
             self.num_bytes_sent += unit.length
             return True
-        return self._send_stored(sock, transfer, unit)
+        return self._send_stored(sock, transfer, unit, buffer)
 
-    def _send_stored(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit) -> bool:
+    def _send_stored(self, sock: socket.socket, transfer: Transfer, unit: BulkUnit, buffer: memoryview) -> bool:
         """From storage, piece by piece; once the answer is sent, a failure can only cut the connection."""
-        buffer = aligned_buffer(min(_READ_BYTES, unit.length))
         for at in range(0, unit.length, _READ_BYTES):
             view = buffer[: min(_READ_BYTES, unit.length - at)]
             try:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 
 from flare_cache.host_memory import aligned_buffer
 from flare_cache.pool.core_words import Transfer
+from flare_cache.pool.shard_check import ShardCheck
 from flare_cache.pool.storage import PoolStorage, Upload
 
-__all__ = ["Landing", "Landings"]
+__all__ = ["Landing", "Landings", "shard_check"]
 
 _ROUNDING = 2 << 20
 _MAX_IDLE_BYTES = 512 << 20
@@ -26,12 +27,13 @@ class Landing:
     """One shard on its way, an :class:`flare_cache.pool.storage.Upload` that writes behind.
 
     Attributes:
-        data: as long as the shard. buffer: what it lies in.
+        data: as long as the shard. buffer: what it lies in. check: of what has come of it.
         upload: its way into storage. writers: threads that write to it.
     """
 
     data: memoryview
     buffer: memoryview
+    check: ShardCheck
     upload: Upload
     writers: ThreadPoolExecutor
     _writes: list[Future[None]] = field(default_factory=list)
@@ -63,13 +65,15 @@ class Landings:
     _mutex: threading.Lock = field(default_factory=threading.Lock)
 
     def of(self, transfer: Transfer) -> Landing:
-        """The transfer's, begun if it is new. Raises OSError where storage or memory gives no room."""
+        """The put's, begun if it is new. Raises OSError where storage or memory gives no room."""
         with self._mutex:
             landing = self._open.get(transfer.id)
             if landing is None:
                 upload = self.storage.begin(transfer.name, transfer.num_bytes)
                 buffer = self._take(transfer.num_bytes)
-                landing = self._open[transfer.id] = Landing(buffer[: transfer.num_bytes], buffer, upload, self.writers)
+                data = buffer[: transfer.num_bytes]
+                check = shard_check(transfer, data)
+                landing = self._open[transfer.id] = Landing(data, buffer, check, upload, self.writers)
             return landing
 
     def take(self, transfer: bytes) -> Landing | None:
@@ -98,3 +102,11 @@ class Landings:
         # By identity: equal bytes are not the same memory.
         self._idle = [each for each in self._idle if each is not best]
         return best
+
+
+def shard_check(transfer: Transfer, data: memoryview) -> ShardCheck:
+    """The check of what a put brings into ``data``."""
+    assert transfer.record is not None  # noqa: S101 - a put has one
+    return ShardCheck(
+        data, transfer.record, transfer.extent, transfer.set_fingerprint, transfer.rank, transfer.world_size
+    )

@@ -75,7 +75,7 @@ _EPOCH_BYTES = 16
 _TRANSFER_BYTES = 16
 _TICK_SECONDS = 0.5
 _NUM_WORKERS = 8
-_NUM_WRITERS = 4
+_NUM_WRITERS = 8
 _log = logging.getLogger(__name__)
 
 
@@ -280,7 +280,7 @@ class PoolServer:
         if landing is None:
             outcome: ShardFacts | Refused = Refused(reason=RefusedReason.INCOMPLETE, detail="nothing was received")
         else:
-            outcome = land_shard(effect, landing, landing.data)
+            outcome = land_shard(effect, landing, landing.check)
             # Every connection that wrote to it has been answered.
             if isinstance(outcome, Refused) or not self.memory.put(effect.transfer.name, landing.data):
                 self._landings.use_again(landing)

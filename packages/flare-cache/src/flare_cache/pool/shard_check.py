@@ -1,6 +1,14 @@
-"""Is an object a sound shard? Header, set, rank, record, extent, and every section's digest. Works on bytes."""
+"""Is an object a sound shard? Header, set, rank, record, extent, and every section's digest. Works on bytes.
+
+A shard on its way is checked as it comes: a section is digested when the last of its bytes has arrived, while it is
+still in a cache, so that little is left to do when the last section has.
+"""
 
 from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from flare_cache.digest import ROW_INDEX, section_digest
 from flare_cache.jobs import Extent, RecordIdentity
@@ -9,9 +17,96 @@ from flare_cache.pool.shard_source import extent_bytes
 from flare_cache.record import Problem, RecordError, RecordHeader, decode_header
 from flare_cache.transfer import check_same_record
 
-__all__ = ["check_shard"]
+__all__ = ["ShardCheck", "check_shard"]
 
 _DIGEST_BYTES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class _Section:
+    index: int
+    position: int
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class ShardCheck:
+    """The check of one shard whose bytes arrive in ``data``, in any order, each once. Thread-safe.
+
+    Attributes:
+        data: as long as the shard.
+        record, extent, rank, world_size: what it must be.
+        set_fingerprint: likewise; None where only the record is known.
+    """
+
+    data: memoryview
+    record: RecordIdentity
+    extent: Extent
+    set_fingerprint: bytes | None
+    rank: int
+    world_size: int
+    _header: RecordHeader | None = None
+    _pending: list[_Section] = field(default_factory=list)
+    _arrived: list[tuple[int, int]] = field(default_factory=list)
+    _problem: RecordError | None = None
+    _mutex: threading.Lock = field(default_factory=threading.Lock)
+
+    def arrived(self, offset: int, num_bytes: int) -> None:
+        """So many bytes are there, and change no more. Blocks for reading the sections that are whole now."""
+        with self._mutex:
+            self._arrived = _merged(self._arrived, (offset, offset + num_bytes))
+            if offset == 0:
+                self._take_header()
+            due = [section for section in self._pending if _covers(self._arrived, section)]
+            self._pending = [section for section in self._pending if not _covers(self._arrived, section)]
+        self._digest(due)
+
+    def finish(self) -> ShardFacts:
+        """All bytes have arrived: what the shard says of itself. Blocks for what was not checked yet.
+
+        Raises:
+            RecordError: what is wrong with it.
+        """
+        header = self._header or decode_header(self.data)
+        if self.set_fingerprint is not None and header.set_fingerprint != self.set_fingerprint:
+            raise RecordError(Problem.OTHER_SET, f"set {header.set_fingerprint.hex()[:16]}")
+        if (header.rank, header.world_size) != (self.rank, self.world_size):
+            raise RecordError(Problem.OTHER_RANK, f"rank {header.rank} of {header.world_size}")
+        check_same_record(header.identity, self.record)
+        layout = header.layout
+        if len(self.data) != extent_bytes(layout, self.extent):
+            raise RecordError(Problem.TRUNCATED, f"{len(self.data)} bytes are no shard with its {self.extent}")
+        if self._header is None:
+            self._header, self._pending = header, _sections(header, len(self.data))
+        self._digest(self._pending)
+        if self._problem is not None:
+            raise self._problem
+        return ShardFacts(
+            record=self.record,
+            extent=self.extent,
+            token_ids=header.token_ids,
+            invariant_digest=header.invariant_digest,
+            num_bytes=len(self.data),
+            header_digest=bytes(self.data[layout.header_bytes - _DIGEST_BYTES : layout.header_bytes]),
+        )
+
+    def _take_header(self) -> None:
+        try:
+            self._header = decode_header(self.data)
+        except RecordError:
+            return  # not whole yet, or bad: told at the end
+        self._pending = _sections(self._header, len(self.data))
+
+    def _digest(self, sections: Sequence[_Section]) -> None:
+        header = self._header
+        for section in sections:
+            assert header is not None  # noqa: S101 - sections are the header's
+            payload = [self.data[section.start : section.end]]
+            found = section_digest(header.identity.store_id, header.rank, index=section.index, payload=payload)
+            if found != header.digest_at(section.position):
+                name = "the row" if section.index == ROW_INDEX else f"section {section.index}"
+                self._problem = RecordError(Problem.SECTION_DIGEST, name)
 
 
 def check_shard(
@@ -23,44 +118,35 @@ def check_shard(
     rank: int,
     world_size: int,
 ) -> ShardFacts:
-    """What the shard in ``data`` says of itself, every byte of it verified. Blocks for reading it once.
-
-    ``set_fingerprint``: None where only the record is known.
+    """What the whole shard in ``data`` says of itself, every byte of it verified. Blocks for reading it once.
 
     Raises:
         RecordError: what is wrong with it.
     """
-    header = decode_header(data)
-    if set_fingerprint is not None and header.set_fingerprint != set_fingerprint:
-        raise RecordError(Problem.OTHER_SET, f"set {header.set_fingerprint.hex()[:16]}")
-    if (header.rank, header.world_size) != (rank, world_size):
-        raise RecordError(Problem.OTHER_RANK, f"rank {header.rank} of {header.world_size}")
-    check_same_record(header.identity, record)
-    layout = header.layout
-    if len(data) != extent_bytes(layout, extent):
-        raise RecordError(Problem.TRUNCATED, f"{len(data)} bytes are no shard with its {extent}")
-    _check_sections(data, header)
-    return ShardFacts(
-        record=record,
-        extent=extent,
-        token_ids=header.token_ids,
-        invariant_digest=header.invariant_digest,
-        num_bytes=len(data),
-        header_digest=bytes(data[layout.header_bytes - _DIGEST_BYTES : layout.header_bytes]),
-    )
+    return ShardCheck(data, record, extent, set_fingerprint, rank, world_size).finish()
 
 
-def _check_sections(data: memoryview, header: RecordHeader) -> None:
-    """Compare the digests of all sections that are there."""
+def _sections(header: RecordHeader, num_bytes: int) -> list[_Section]:
+    """Those that are there."""
     layout = header.layout
-    num_sections = layout.num_pages + (1 if layout.has_tail and len(data) >= layout.tail_end else 0)
-    places = [(index, index, layout.section_offset(index), layout.page_bytes) for index in range(num_sections)]
-    if layout.has_row and len(data) >= layout.row_end:
-        places.append((ROW_INDEX, layout.num_digests - 1, layout.tail_end, layout.row_end - layout.tail_end))
-    for index, position, offset, size in places:
-        found = section_digest(
-            header.identity.store_id, header.rank, index=index, payload=[data[offset : offset + size]]
-        )
-        if found != header.digest_at(position):
-            name = "the row" if index == ROW_INDEX else f"section {index}"
-            raise RecordError(Problem.SECTION_DIGEST, name)
+    count = layout.num_pages + (1 if layout.has_tail and num_bytes >= layout.tail_end else 0)
+    starts = [layout.section_offset(index) for index in range(count)]
+    sections = [_Section(index, index, start, start + layout.page_bytes) for index, start in enumerate(starts)]
+    if layout.has_row and num_bytes >= layout.row_end:
+        sections.append(_Section(ROW_INDEX, layout.num_digests - 1, layout.tail_end, layout.row_end))
+    return sections
+
+
+def _merged(ranges: list[tuple[int, int]], added: tuple[int, int]) -> list[tuple[int, int]]:
+    """Ranges in order, those that touch made one."""
+    merged: list[tuple[int, int]] = []
+    for start, end in sorted([*ranges, added]):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(end, merged[-1][1]))
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _covers(ranges: list[tuple[int, int]], section: _Section) -> bool:
+    return any(start <= section.start and section.end <= end for start, end in ranges)

@@ -13,7 +13,7 @@ from flare_cache.pool.core_words import CheckShard, DeleteObjects, LandShard, Pu
 from flare_cache.pool.manifest import Manifest, decode_manifest, shard_name
 from flare_cache.pool.memory_tier import MemoryTier
 from flare_cache.pool.messages import Refused, RefusedReason
-from flare_cache.pool.shard_check import check_shard
+from flare_cache.pool.shard_check import ShardCheck, check_shard
 from flare_cache.pool.storage import PoolStorage, Upload
 from flare_cache.pool.stored import list_objects, read_object
 from flare_cache.record import RecordError
@@ -24,22 +24,13 @@ __all__ = ["check_stored_shard", "delete_objects", "land_shard", "put_manifest",
 _log = logging.getLogger(__name__)
 
 
-def land_shard(effect: LandShard, upload: Upload, data: memoryview) -> ShardFacts | Refused:
+def land_shard(effect: LandShard, upload: Upload, check: ShardCheck) -> ShardFacts | Refused:
     """Verify what was received and make it durable; nothing of it stays where that fails."""
     transfer = effect.transfer
-    if transfer.record is None:
-        return Refused(reason=RefusedReason.MALFORMED, detail="not a put")
     try:
-        facts = check_shard(
-            data,
-            record=transfer.record,
-            extent=transfer.extent,
-            set_fingerprint=transfer.set_fingerprint,
-            rank=transfer.rank,
-            world_size=transfer.world_size,
-        )
+        facts = check.finish()
         failpoint("manager.store-shard")
-        upload.commit(data)
+        upload.commit(check.data)
     except RecordError as error:
         upload.abort()
         return Refused(reason=RefusedReason.CORRUPT, detail=str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import socket
@@ -22,7 +23,7 @@ from flare_transport import Security
 from flare_transport.bulk_socket import receive_into, send_all, set_bulk_options
 from flare_transport.certificates import make_credentials, secure_socket
 
-__all__ = ["RawSockets", "open_raw_sockets", "raw_disk_read", "raw_disk_write"]
+__all__ = ["RawSockets", "open_raw_sockets", "raw_disk_read", "raw_disk_write", "touched_memory"]
 
 UNIT_BYTES = 8 << 20
 _T = TypeVar("_T")
@@ -92,32 +93,35 @@ def open_raw_sockets(security: Security, num_connections: int, num_bytes: int) -
                         sock, ours, peer_certificate=theirs.certificate, is_server=False, timeout_seconds=10.0
                     )
                 sockets.append(set_bulk_options(sock))
-            yield RawSockets(sockets, [_touched(num_bytes // num_connections) for _ in sockets])
+            yield RawSockets(sockets, [touched_memory(num_bytes // num_connections) for _ in sockets])
         finally:
             for sock in sockets:
                 sock.close()
             process.stdin.close()
 
 
-def _touched(num_bytes: int) -> memoryview:
+def touched_memory(num_bytes: int) -> memoryview:
     """Memory that has been written to: its pages are there."""
     buffer = aligned_buffer(num_bytes)
     buffer[:] = bytes(num_bytes)
     return buffer
 
 
-def raw_disk_write(directory: Path, *, num_bytes: int, num_files: int, direct: bool, num_threads: int) -> float:
-    """Seconds to write files of equal size and sync each, as many at a time as there are threads; they stay."""
-    size = num_bytes // num_files
-    buffer = aligned_buffer(UNIT_BYTES)
+def raw_disk_write(directory: Path, data: memoryview, *, num_files: int, direct: bool, num_threads: int) -> float:
+    """Seconds to write ``data`` as files of equal size, synced, as many at a time as there are threads; they stay.
+
+    All of the memory is different: a device that is given the same few megabytes again and again is a third faster.
+    """
+    size = len(data) // num_files
 
     def write(number: int) -> None:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | (os.O_DIRECT if direct else 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | (os.O_DIRECT if direct else 0)
         fd = os.open(directory / f"raw.{number}", flags, 0o600)
+        own = data[number * size : (number + 1) * size]
         try:
             os.posix_fallocate(fd, 0, size)
             for at in range(0, size, UNIT_BYTES):
-                os.pwritev(fd, [buffer[: min(UNIT_BYTES, size - at)]], at)
+                os.pwritev(fd, [own[at : at + UNIT_BYTES]], at)
             os.fsync(fd)
         finally:
             os.close(fd)
@@ -125,14 +129,21 @@ def raw_disk_write(directory: Path, *, num_bytes: int, num_files: int, direct: b
     return _share(range(num_files), write, num_threads)
 
 
-def raw_disk_read(paths: Sequence[Path], *, num_threads: int) -> float:
-    """Seconds to read whole files, buffered, in pieces of 8 MiB that threads take in turns."""
-    pieces = [(path, at) for path in paths for at in range(0, path.stat().st_size, UNIT_BYTES)]
+def raw_disk_read(paths: Sequence[Path], target: memoryview, *, num_threads: int) -> float:
+    """Seconds to read whole files into ``target``, buffered, in pieces of 8 MiB that threads take in turns."""
+    sizes = [path.stat().st_size for path in paths]
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    pieces = [
+        (path, at, start + at, min(UNIT_BYTES, size - at))
+        for path, size, start in zip(paths, sizes, starts, strict=True)
+        for at in range(0, size, UNIT_BYTES)
+    ]
 
-    def read(piece: tuple[Path, int]) -> None:
-        fd = os.open(piece[0], os.O_RDONLY)
+    def read(piece: tuple[Path, int, int, int]) -> None:
+        path, at, goal, length = piece
+        fd = os.open(path, os.O_RDONLY)
         try:
-            os.preadv(fd, [aligned_buffer(UNIT_BYTES)], piece[1])
+            os.preadv(fd, [target[goal : goal + length]], at)
         finally:
             os.close(fd)
 
