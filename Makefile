@@ -44,7 +44,7 @@ DECLARED := constraints.txt $(wildcard packages/*/pyproject.toml) qualify/pyproj
 	touch $@
 
 .tox/light.stamp: $(TOX) $(DECLARED)
-	$(TOX) run -e check,transport,core,cache,cli-light,cov --notest $(if $(wildcard $@),--recreate)
+	$(TOX) run -e check,transport,core,cache,spec,cli-light,cov --notest $(if $(wildcard $@),--recreate)
 	touch $@
 
 $(TOX): constraints.txt

@@ -68,6 +68,7 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
     max_batch_tokens: int
     threads: int | None
     plan_lead: int | None
+    speculative_config: str | None
     prefix_cache_disk: Path | None
     prefix_cache_disk_limit: int | None
     prefix_cache_disk_transport: Literal["auto", "direct", "buffered"]
@@ -116,6 +117,9 @@ def check_config(config: RunConfig) -> RunConfig:
         raise UsageError(msg)
     if config.plan_lead is not None and config.plan_lead > 1:
         msg = f"--plan-lead {config.plan_lead}: must be 0 or 1"
+        raise UsageError(msg)
+    if config.plan_lead and config.speculative_config is not None:
+        msg = f"--plan-lead {config.plan_lead}: with --speculative-config no step is planned ahead; leave it out"
         raise UsageError(msg)
     if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", config.device):
         msg = f"--device {config.device}: must be auto, cpu, cuda or cuda:N"

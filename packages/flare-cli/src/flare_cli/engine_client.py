@@ -207,7 +207,8 @@ class EngineClient:
                 case wire.Finished(request_id, wire.FinishReason.ERROR, _):
                     self._put(request_id, Lost("the engine gave the request up", 500), last=True)
                 case wire.Finished(request_id, reason, usage):
-                    self._put(request_id, Finished(str(reason), usage.cached_tokens), last=True)
+                    drafts = usage.draft_tokens, usage.accepted_tokens
+                    self._put(request_id, Finished(str(reason), usage.cached_tokens, *drafts), last=True)
                 case wire.Failed(request_id, message, status):
                     self._put(request_id, Lost(message, status), last=True)
                 case wire.CacheReset(reset_id, _, failure):

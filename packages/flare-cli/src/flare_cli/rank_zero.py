@@ -21,6 +21,7 @@ from flare_cli.worker_protocol import DrainAsked, Ready, SnapshotReply
 from flare_core.engine.config import SchedulerConfig
 from flare_core.engine.engine import Engine
 from flare_core.engine.scheduler import Scheduler
+from flare_core.engine.speculation import SpeculationLimits
 from flare_core.errors import ConfigurationMismatch, FlareError
 from flare_core.plan import StepPlan, encode_plan
 from flare_transport import Sighting
@@ -144,6 +145,7 @@ class RankZero:
                 max_prefill_tokens=config.max_batch_tokens,
                 max_mixed_tokens=max(1, config.max_batch_tokens // MIXED_PREFILL_SHARE),
                 min_tail_tokens=config.prefix_cache_min_tail,
+                speculation=_speculation(config),
             ),
             cache.store,
         )
@@ -154,7 +156,7 @@ class RankZero:
             store=cache.store,
             send_plan=self._send_plan,
             emit=self._api.emit,
-            lead=model.plan_lead if config.plan_lead is None else config.plan_lead,
+            lead=_plan_lead(config, model),
         )
 
     def _send_plan(self, plan: StepPlan) -> None:
@@ -205,6 +207,21 @@ class RankZero:
         )
 
 
+def _speculation(config: RunConfig) -> SpeculationLimits | None:
+    if config.speculative_config is None:
+        return None
+    from flare_spec.config import parse_speculative_config  # the oracle's rank zero starts without it
+
+    return SpeculationLimits(parse_speculative_config(config.speculative_config).num_speculative_tokens)
+
+
+def _plan_lead(config: RunConfig, model: RankModel) -> int:
+    """Steps to plan ahead. Where a step verifies drafts, the next one begins at a place that only its result tells."""
+    if config.speculative_config is not None:
+        return 0
+    return model.plan_lead if config.plan_lead is None else config.plan_lead
+
+
 def equal_settings(config: RunConfig) -> dict[str, str]:
     """What must be the same on every rank before a model is opened, by flag."""
     names = (
@@ -212,6 +229,7 @@ def equal_settings(config: RunConfig) -> dict[str, str]:
         "max_sequences",
         "max_model_len",
         "dtype",
+        "speculative_config",
         "prefix_cache_durability",
         "prefix_cache_min_tail",
     )

@@ -119,6 +119,20 @@ def _one_of(*choices: str) -> Callable[[str], str]:
     return parse
 
 
+def _parse_speculation(text: str) -> str:
+    """The JSON, checked and in one spelling, so that ranks can compare it.
+
+    Raises:
+        UsageError: as ``flare_spec.config.parse_speculative_config``.
+    """
+    try:
+        from flare_spec.config import parse_speculative_config  # comes with the engine, which not every command needs
+    except ModuleNotFoundError:
+        msg = "drafting needs the engine: pip install 'flare-cli[engine]'"
+        raise UsageError(msg) from None
+    return str(parse_speculative_config(text))
+
+
 def _parse_path(text: str) -> Path:
     return Path(text).expanduser()
 
@@ -168,6 +182,9 @@ RUN_SETTINGS: tuple[Setting, ...] = (
     Setting("max_batch_tokens", _ENGINE, parse_int, 2048, "N", "Prompt tokens of a step; a quarter beside decodes."),
     Setting("threads", _ENGINE, parse_int, None, "N", "CPU threads of the model; default: all cores."),
     Setting("plan_lead", _ENGINE, parse_int, None, "0|1", "Steps planned ahead; default: 1 on CUDA, 0 on the CPU."),
+    Setting(
+        "speculative_config", _ENGINE, _parse_speculation, None, "JSON", 'Draft tokens ahead: {"method": "ngram"}.'
+    ),
     Setting("prefix_cache_disk", _CACHE, _parse_path, None, "DIR", "Directory of this rank's records ({rank} in it)."),
     Setting(
         "prefix_cache_disk_limit", _CACHE, parse_size, None, "SIZE", "Bytes per rank; the least counts.", _show_size

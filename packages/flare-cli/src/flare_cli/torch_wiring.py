@@ -20,6 +20,8 @@ from flare_core.compute.kv_memory import geometry_for
 from flare_core.compute.loading import LoadedRunner, load_runner
 from flare_core.compute.model_config import read_config
 from flare_core.errors import UsageError
+from flare_spec.config import parse_speculative_config
+from flare_spec.drafters import make_drafter
 
 __all__ = ["open_torch"]
 
@@ -75,6 +77,9 @@ def open_torch(
         num_pages=num_pages,
         max_sequences=config.max_sequences,
         max_model_len=length,
+        drafter=None
+        if config.speculative_config is None
+        else make_drafter(parse_speculative_config(config.speculative_config)),
         digest_cache=default_digest_cache(),
         progress=report,
     )

@@ -105,6 +105,9 @@ def _open_oracle(
     from flare_core.testing.oracle_memory import OracleMemory
     from flare_core.testing.oracle_runner import OracleRunner
 
+    if config.speculative_config is not None:
+        msg = "--speculative-config: flare's test model drafts nothing; leave it out"
+        raise UsageError(msg)
     model = load_oracle_config(directory)
     identity = model.identity(config.world_size, config.page_tokens)
     geometry = identity.geometries[config.rank]

@@ -36,6 +36,9 @@ class RunKind(enum.IntEnum):
     """The last known token, computed as one row alone (so that cold and restored runs compare bit for bit)."""
     DECODE = 2
     """One row in the step's batch; its input is the slot's last sampled token."""
+    VERIFY = 3
+    """As DECODE, and behind it a row for each token that the rank's drafter proposes, up to ``num_tokens`` rows in
+    all. Gives one token more than the drafts that were accepted. No earlier step of the slot may be under way."""
 
 
 class PageCopy(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -74,7 +77,7 @@ class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 
     Attributes:
         slot: whose tokens.
-        kind: shape and purpose; FIRST and DECODE runs have one token and sample the next.
+        kind: shape and purpose; FIRST and DECODE runs have one token and sample the next, VERIFY runs one or more.
         start: position of the first token.
         num_tokens: how many.
         new_pages: page ids appended to the slot's page table before the run.
@@ -90,8 +93,8 @@ class Run(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=Tr
 class StepPlan(msgspec.Struct, frozen=True, array_like=True, kw_only=True, forbid_unknown_fields=True):
     """One step.
 
-    Order on every rank: wait for ``needs_jobs``; row and page copies; starts; runs: PREFILL
-    (sequences may share products), FIRST (with the bits that each has alone), DECODE as one batch in the order given.
+    Order on every rank: wait for ``needs_jobs``; row and page copies; starts; runs: PREFILL (sequences may share
+    products), FIRST (with the bits that each has alone), DECODE and VERIFY as one batch in the order given.
 
     Attributes:
         step: numbered from 1 without gaps.
@@ -117,7 +120,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True, forbid_unknown
 
 
 class SampledToken(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The token chosen by a FIRST or DECODE run; ``logprobs`` where the request asked for them."""
+    """A token chosen by a FIRST, DECODE or VERIFY run; ``logprobs`` where the request asked for them."""
 
     slot: int
     token_id: int
@@ -129,13 +132,15 @@ class StepResult(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
 
     Attributes:
         step: the plan's number.
-        tokens: one for each FIRST and DECODE run, in the plan's order.
+        tokens: one for each FIRST and DECODE run, one or more for each VERIFY run, in the plan's order.
+        num_drafts: how many tokens were proposed in each VERIFY run, in the plan's order.
         prompt_logprobs: (slot, entries) for PREFILL and FIRST runs of slots with ``prompt_logprobs``: the entry for
             the token at position p+1 comes with the run that computed position p.
     """
 
     step: int
     tokens: tuple[SampledToken, ...] = ()
+    num_drafts: tuple[int, ...] = ()
     prompt_logprobs: tuple[tuple[int, tuple[TokenLogprobs, ...]], ...] = ()
 
 

@@ -8,10 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+from flare_core.keys import TokenIds
 from flare_core.plan import StepPlan, StepResult
 from flare_core.prefix import PrefixQuery, Restorable, StoreEvent, StoreRequest, Tier
 
-__all__ = ["Collective", "JobGate", "KeyValue", "ModelRunner", "PageMemory", "PendingStep", "PrefixStore"]
+__all__ = ["Collective", "Drafter", "JobGate", "KeyValue", "ModelRunner", "PageMemory", "PendingStep", "PrefixStore"]
 
 
 class PendingStep(Protocol):
@@ -30,6 +31,27 @@ class ModelRunner(Protocol):
 
     def launch(self, plan: StepPlan) -> PendingStep:
         """Begin ``plan``; the plan's jobs have been waited for by the caller."""
+        ...
+
+
+class Drafter(Protocol):
+    """Guesses how sequences go on. Called by the engine thread of every rank, in the same order, with equal arguments.
+
+    Ranks do not compare proposals: they are functions of the arguments alone, without a clock or other chance.
+    Blocks for as long as drafting takes, which is part of the step. What is proposed never changes what a request
+    says, only how soon.
+    """
+
+    def start(self, slot: int, token_ids: TokenIds) -> None:
+        """A sequence has taken ``slot``; these tokens are known of it, prompt and outputs. Forget who had it before."""
+        ...
+
+    def extend(self, slot: int, token_ids: Sequence[int]) -> None:
+        """Outputs that were decided since."""
+        ...
+
+    def propose(self, slot: int, max_tokens: int) -> Sequence[int]:
+        """At most ``max_tokens`` tokens that may come next; none where there is no good guess."""
         ...
 
 

@@ -24,6 +24,8 @@ class OutputTotals:
     num_tokens: int = 0
     finish_reason: str | None = None
     cached_tokens: dict[Tier, int] = field(default_factory=dict)
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     num_chunks: int = 0
     """Stream chunks made so far."""
     num_chars: int = 0
@@ -37,6 +39,8 @@ class OutputTotals:
         self.num_tokens += piece.num_tokens
         self.finish_reason = piece.finish_reason or self.finish_reason
         self.cached_tokens.update(piece.cached_tokens)
+        self.draft_tokens += piece.draft_tokens
+        self.accepted_tokens += piece.accepted_tokens
 
 
 class Renderer(Protocol):
@@ -83,13 +87,24 @@ def prompt_logprobs_object(
 def usage_object(
     num_prompt_tokens: int, outputs: Sequence[OutputTotals], first_choices: Sequence[int]
 ) -> dict[str, Any]:
-    """``usage``; cached tokens are those of each prompt's choice 0 (``first_choices`` are their indices)."""
+    """``usage``; cached tokens are those of each prompt's choice 0 (``first_choices`` are their indices).
+
+    Drafts are told in the API's own words where there were any: predictions, accepted and rejected.
+    """
     num_completion_tokens = sum(output.num_tokens for output in outputs)
     by_tier = {str(tier): sum(outputs[index].cached_tokens.get(tier, 0) for index in first_choices) for tier in Tier}
-    return {
+    usage: dict[str, Any] = {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": sum(by_tier.values())},
         "flare": {"cached_tokens": by_tier},
     }
+    num_drafts = sum(output.draft_tokens for output in outputs)
+    if num_drafts:
+        num_accepted = sum(output.accepted_tokens for output in outputs)
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": num_accepted,
+            "rejected_prediction_tokens": num_drafts - num_accepted,
+        }
+    return usage

@@ -65,13 +65,16 @@ class PromptScored:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The last event of an output, and how many prompt tokens were restored from which tier.
+    """The last event of an output: how many prompt tokens were restored from which tier, and how many tokens were
+    drafted, and accepted.
 
     ``reason`` is "stop", "length", or "cancelled" after ``Engine.end``.
     """
 
     reason: str
     cached_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -62,6 +62,7 @@ class Piece:
         num_tokens: output tokens that the piece accounts for (those of a stop included).
         finish_reason: "stop" or "length" in the last piece, else None.
         cached_tokens: in the last piece, prompt tokens by tier.
+        draft_tokens, accepted_tokens: in the last piece.
     """
 
     index: int
@@ -71,6 +72,8 @@ class Piece:
     num_tokens: int = 0
     finish_reason: str | None = None
     cached_tokens: Mapping[Tier, int] = field(default_factory=dict)
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -131,7 +134,15 @@ class _Output:
             text += self._let_out(self.matcher.flush())
         released = tuple(entry for first, _, entry in self.waiting if not self.is_complete or first < self.num_sent)
         reason = FINISH_STOP if self.is_complete else event.reason
-        return Piece(self.index, text, released, finish_reason=reason, cached_tokens=event.cached_tokens)
+        return Piece(
+            self.index,
+            text,
+            released,
+            finish_reason=reason,
+            cached_tokens=event.cached_tokens,
+            draft_tokens=event.draft_tokens,
+            accepted_tokens=event.accepted_tokens,
+        )
 
     def _let_out(self, text: str) -> str:
         self.num_sent += len(text)

@@ -87,6 +87,8 @@ def _engine(engine: EngineSnapshot) -> Iterator[Metric]:
         "flare_cache_lookup_tokens_total": engine.lookup_tokens,
         "flare_cache_miss_tokens_total": engine.lookup_tokens - num_hits,
         "flare_cache_store_failures_total": engine.num_store_failures,
+        "flare_spec_proposed_tokens_total": engine.draft_tokens,
+        "flare_spec_accepted_tokens_total": engine.accepted_tokens,
     }
     for name, value in values.items():
         yield _family(name, [((), value)])

@@ -25,12 +25,29 @@ def ends_with(ranks, codes, *words):
         (("--page-tokens", "32"), ("--page-tokens", "rank 0 has 64", "rank 1 has 32")),
         (("--max-sequences", "7"), ("--max-sequences", "rank 1 has 7")),
         (("--prefix-cache-memory", "5M"), ("--prefix-cache-memory", "rank 0 has absent", "rank 1 has given")),
+        (("--speculative-config", '{"method": "ngram"}'), ("--speculative-config", "rank 0 has None", "ngram")),
     ],
 )
 def test_a_setting_that_differs_is_named_on_every_rank(make_ranks, options, words):
     ranks = make_ranks(world_size=2, rank_options={1: options})
     ranks.launch()
     ends_with(ranks, {0: 78, 1: 78}, *words)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (("--speculative-config", "{"), ("--speculative-config", "for example")),
+        (("--speculative-config", '{"method": "dream"}'), ("--speculative-config", "method")),
+        (("--speculative-config", '{"method": "ngram"}'), ("--speculative-config", "test model", "leave it out")),
+        (("--speculative-config", '{"method": "ngram"}', "--plan-lead", "1"), ("--plan-lead 1", "leave it out")),
+    ],
+    ids=["no JSON", "no such method", "a model that drafts nothing", "planning ahead"],
+)
+def test_speculation_that_cannot_be_is_refused(make_ranks, options, words):
+    ranks = make_ranks(options=options)
+    ranks.launch()
+    ends_with(ranks, {0: 2}, *words)
 
 
 def test_another_model_on_one_rank_is_refused_on_every_rank(make_ranks, tmp_path):

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import httpx
 import openai
 import pytest
 
@@ -61,6 +62,33 @@ def test_on_the_cpu_no_step_is_computed_beyond_the_last_token(make_ranks, checkp
     num_steps = ranks.cluster()["engine"]["num_steps"]
     ask(ranks)
     assert ranks.cluster()["engine"]["num_steps"] - num_steps == 12
+
+
+@pytest.mark.parametrize("method", ["ngram", "suffix"])
+def test_drafting_changes_no_text_and_voids_no_record(make_ranks, tmp_path, method):
+    # Stored in 16 bits, as real models are: a row has the bits then that it has alone.
+    model = make_tiny_checkpoint(tmp_path / "model", "llama", dtype="bfloat16")
+    ranks = make_ranks(model=model, world_size=2, options=OPTIONS).start()
+    first = ask(ranks)
+    text, values, _ = told(first)
+    assert first.usage.completion_tokens_details is None
+    ranks.stop()
+    plain = ranks.options
+    config = f'{{"method": "{method}", "num_speculative_tokens": 4, "prompt_lookup_min": 1}}'
+    ranks.options = (*OPTIONS, "--speculative-config", config)
+    ranks.start()
+    drafted = ask(ranks)
+    assert told(drafted) == (text, values, {"disk": first.usage.prompt_tokens - 1})
+    metrics = httpx.get(f"{ranks.url}/metrics", timeout=60).text
+    ranks.stop()
+    ranks.options = plain
+    ranks.start()
+    assert told(ask(ranks)) == (text, values, {"disk": first.usage.prompt_tokens - 1})
+    details = drafted.usage.completion_tokens_details
+    if details is not None:  # whether a random model repeats itself is chance
+        num_drafts = details.accepted_prediction_tokens + details.rejected_prediction_tokens
+        assert f"flare_spec_proposed_tokens_total {float(num_drafts)}" in metrics
+        assert f"flare_spec_accepted_tokens_total {float(details.accepted_prediction_tokens)}" in metrics
 
 
 def test_a_package_serves_as_its_model_does(make_ranks, checkpoint, tmp_path):

@@ -13,7 +13,10 @@ __all__ = ["AttentionPlan", "BatchRow", "ChunkGroup", "PagedAttention"]
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    """One row of a decode batch: the sequence's pages in order and the position of the row's token."""
+    """One row of a decode batch: the sequence's pages in order and the position of the row's token.
+
+    Rows of one sequence have the same ``pages`` and stand together, by position.
+    """
 
     pages: Sequence[int]
     position: int
@@ -60,5 +63,5 @@ class PagedAttention(Protocol):
         ...
 
     def batch(self, rows: Sequence[BatchRow]) -> AttentionPlan:
-        """One token of each of several sequences, each against its own tokens up to itself."""
+        """Rows of one token each, against their sequence's tokens up to themselves, those of earlier rows included."""
         ...

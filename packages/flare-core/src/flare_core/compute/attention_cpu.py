@@ -117,21 +117,38 @@ def _tokens_first(heads: torch.Tensor) -> torch.Tensor:
     return heads.permute(2, 0, 1, 3).reshape(heads.shape[2], -1)
 
 
+def _shared_pages(rows: Sequence[BatchRow], page_tokens: int) -> tuple[list[int], list[int]]:
+    """Pages to gather, and where among them each row begins; rows of one sequence, which stand together, share them."""
+    page_ids: list[int] = []
+    firsts: list[int] = []
+    for index, row in enumerate(rows):
+        num_pages = row.position // page_tokens + 1
+        if index and row.pages is rows[index - 1].pages:
+            first = firsts[-1]
+            page_ids.extend(row.pages[len(page_ids) - first : num_pages])
+        else:
+            first = len(page_ids)
+            page_ids.extend(row.pages[:num_pages])
+        firsts.append(first)
+    return page_ids, firsts
+
+
 class _Batch:
-    """Decode: one token of each sequence. Views are made here, once a step, and not once a layer."""
+    """Decode: rows of one token each, several of one sequence where drafts are verified.
+
+    Views are made here, once a step, and not once a layer.
+    """
 
     def __init__(self, backend: CpuAttention, rows: Sequence[BatchRow]) -> None:
         self._backend = backend
         size = backend.page_tokens
-        page_ids: list[int] = []
-        scratch = backend.reserve(sum(row.position // size + 1 for row in rows))
+        page_ids, firsts = _shared_pages(rows, size)
+        scratch = backend.reserve(len(page_ids))
         self._keys, self._values = scratch.flatten(2).unbind(0)
         tokens = scratch.flatten(1, 2)
         self._rows: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for row in rows:
-            first = len(page_ids) * size
-            page_ids.extend(row.pages[: row.position // size + 1])
-            own = tokens[:, first : first + row.position + 1].transpose(1, 2).unsqueeze(1)
+        for row, first in zip(rows, firsts, strict=True):
+            own = tokens[:, first * size : first * size + row.position + 1].transpose(1, 2).unsqueeze(1)
             self._rows.append((own[0], own[1]))
         self._page_ids = torch.tensor(page_ids, dtype=torch.int64)
         pages = [row.pages[row.position // size] for row in rows]

@@ -21,6 +21,7 @@ from flare_core.compute.tensor_layout import rank_shard
 from flare_core.compute.weights import load_model
 from flare_core.errors import UsageError
 from flare_core.geometry import Geometry, SetIdentity
+from flare_core.ports import Drafter
 
 __all__ = ["LoadedRunner", "load_runner"]
 
@@ -64,6 +65,7 @@ def load_runner(
     kv_bytes: int | None = None,
     max_sequences: int = 64,
     max_model_len: int | None = None,
+    drafter: Drafter | None = None,
     digest_cache: Path | None = None,
     progress: Progress | None = None,
 ) -> LoadedRunner:
@@ -102,15 +104,18 @@ def load_runner(
     if target.type == "cpu":
         collapse_large_mappings()
     memory = KvMemory.allocate(geometries[rank], num_pages, target)
-    attention: PagedAttention = CpuAttention(memory) if target.type == "cpu" else GatherAttention(memory)
     return LoadedRunner(
-        runner=TorchRunner(model, memory, attention, max_sequences=max_sequences),
+        runner=TorchRunner(model, memory, _attention(memory), max_sequences=max_sequences, drafter=drafter),
         memory=memory,
         config=config,
         eos_token_ids=read_eos_token_ids(model_dir, config),
         identity=_identity(checkpoint.identity, geometries, page_tokens=page_tokens, dtype=dtype, device=target),
         max_model_len=length,
     )
+
+
+def _attention(memory: KvMemory) -> PagedAttention:
+    return CpuAttention(memory) if memory.views.device.type == "cpu" else GatherAttention(memory)
 
 
 def _identity(

@@ -1,7 +1,9 @@
 """Executes step plans on one rank: slots, page tables, forward passes, sampling.
 
 Decides nothing. The runner keeps each slot's last token on the device, so that a plan may be launched before the
-previous step's tokens are known to anyone.
+previous step's tokens are known to anyone. With a drafter it reads them at once, and accepts the drafts that are what
+sampling chooses anyway: the text is the one without a drafter (the coupled rule, Daliri, Musco and Suresh 2024,
+arXiv:2408.07978).
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from flare_core.compute.attention import BatchRow, ChunkGroup, PagedAttention
 from flare_core.compute.half_weights import MAX_ROWS
 from flare_core.compute.kv_memory import KvMemory
 from flare_core.compute.logprobs import RawLogprobs, raw_logprobs
+from flare_core.compute.sampled_rows import SampledRows, accepted_rows, plan_order
 from flare_core.compute.sampler import choose_tokens, clean_
 from flare_core.compute.sampling_state import SampleRow, SlotSampling, start_sampling
 from flare_core.compute.sharded_model import ShardedModel
@@ -29,6 +32,7 @@ from flare_core.plan import (
     StepResult,
     TokenLogprobs,
 )
+from flare_core.ports import Drafter
 
 __all__ = ["NUMERICS", "TorchRunner"]
 
@@ -68,6 +72,7 @@ class _TorchStep:
     raw: RawLogprobs | None
     prompt_parts: tuple[_PromptPart, ...]
     finished: torch.cuda.Event | None
+    num_drafts: tuple[int, ...] = ()
 
     def result(self) -> StepResult:
         """Block until the device has finished the step; then what it gave."""
@@ -84,6 +89,7 @@ class _TorchStep:
                 SampledToken(slot, token, entry)
                 for slot, token, entry in zip(self.slots, token_ids, entries, strict=True)
             ),
+            num_drafts=self.num_drafts,
             prompt_logprobs=tuple(
                 (part.slot, tuple(part.raw.entries([part.num_top] * len(part.raw.token_ids))))
                 for part in self.prompt_parts
@@ -97,11 +103,21 @@ class TorchRunner:
     Attributes:
         model: the rank's model.
         memory: the rank's pages.
+        drafter: guesses for VERIFY runs; without one they are DECODE runs.
     """
 
-    def __init__(self, model: ShardedModel, memory: KvMemory, attention: PagedAttention, *, max_sequences: int) -> None:
+    def __init__(
+        self,
+        model: ShardedModel,
+        memory: KvMemory,
+        attention: PagedAttention,
+        *,
+        max_sequences: int,
+        drafter: Drafter | None = None,
+    ) -> None:
         self.model = model
         self.memory = memory
+        self.drafter = drafter
         self._attention = attention
         self._device = memory.views.device
         self._slots: list[_Slot | None] = [None] * max_sequences
@@ -119,27 +135,33 @@ class TorchRunner:
         prompt_parts: list[_PromptPart] = []
         if prefill := [run for run in plan.runs if run.kind is RunKind.PREFILL]:
             prompt_parts.extend(self._prefill(prefill))
-        first = [run for run in plan.runs if run.kind is RunKind.FIRST]
-        decode = [run for run in plan.runs if run.kind is RunKind.DECODE]
-        hidden = [self._sampling_rows(runs) for runs in self._grouped(first, decode)]
+        first = [SampledRows(run) for run in plan.runs if run.kind is RunKind.FIRST]
+        decode = [self._drafted(run) for run in plan.runs if run.kind in (RunKind.DECODE, RunKind.VERIFY)]
+        hidden = [self._sampling_rows(rows) for rows in self._grouped(first, decode)]
         if not hidden:
             return _TorchStep(plan.step, (), None, (), None, tuple(prompt_parts), self._mark())
         sampled = first + decode
-        tokens, raw = self._sample(sampled, hidden)
-        order = _plan_order(plan.runs, sampled)
-        if order is not None:
-            where = torch.tensor(order, device=self._device)
-            sampled = [sampled[index] for index in order]
-            tokens = tokens[where]
-            raw = None if raw is None else raw.reordered(where)
+        tokens, raw = self._choose(sampled, hidden)
+        kept = [range(at, at + 1) for at in range(len(sampled))]
+        if self.drafter is not None:
+            kept = accepted_rows(sampled, tokens.tolist())
+        self._remember(sampled, tokens, kept)
+        order = plan_order(plan.runs, sampled)
+        where = [row for index in order for row in kept[index]]
+        if where != list(range(len(tokens))):
+            index = torch.tensor(where, device=self._device)
+            tokens = tokens[index]
+            raw = None if raw is None else raw.reordered(index)
+        slots = tuple(sampled[index].run.slot for index in order for _ in kept[index])
         return _TorchStep(
             step=plan.step,
-            slots=tuple(run.slot for run in sampled),
+            slots=slots,
             tokens=tokens,
-            num_top=tuple(self._slot(run.slot).sampling.params.logprobs for run in sampled),
+            num_top=tuple(self._slot(slot).sampling.params.logprobs for slot in slots),
             raw=raw,
             prompt_parts=tuple(prompt_parts),
             finished=self._mark(),
+            num_drafts=tuple(len(sampled[at].drafts) for at in order if sampled[at].run.kind is RunKind.VERIFY),
         )
 
     def _mark(self) -> torch.cuda.Event | None:
@@ -166,6 +188,8 @@ class TorchRunner:
             device=self._device,
         )
         self._slots[start.slot] = _Slot(token_ids, sampling)
+        if self.drafter is not None:
+            self.drafter.start(start.slot, token_ids)
 
     def _known(self, slot: _Slot, start: int, num_tokens: int) -> torch.Tensor:
         """Known tokens [start, start + num_tokens) as int64 on the device."""
@@ -213,45 +237,67 @@ class TorchRunner:
             parts.append(_PromptPart(run.slot, num_top, raw_logprobs(logits, following[block])))
         return parts
 
-    def _grouped(self, first: Sequence[Run], decode: Sequence[Run]) -> list[Sequence[Run]]:
+    def _drafted(self, run: Run) -> SampledRows:
+        """The run with what the drafter proposes for it."""
+        if run.kind is not RunKind.VERIFY or self.drafter is None:
+            return SampledRows(run)
+        return SampledRows(run, tuple(self.drafter.propose(run.slot, run.num_tokens - 1)))
+
+    def _grouped(self, first: Sequence[SampledRows], decode: Sequence[SampledRows]) -> list[Sequence[SampledRows]]:
         """Which sampling runs are computed together: as the plan says, or more where that changes no bit."""
-        if self.model.is_row_invariant and len(first) + len(decode) <= MAX_ROWS:
-            groups: list[Sequence[Run]] = [[*first, *decode]]
+        num_rows = sum(len(each.positions) for each in (*first, *decode))
+        if self.model.is_row_invariant and num_rows <= MAX_ROWS:
+            groups: list[Sequence[SampledRows]] = [[*first, *decode]]
         elif self.model.is_row_invariant:
             groups = [first[at : at + MAX_ROWS] for at in range(0, len(first), MAX_ROWS)] + [decode]
         else:
             groups = [[run] for run in first] + [decode]
         return [group for group in groups if group]
 
-    def _sampling_rows(self, runs: Sequence[Run]) -> torch.Tensor:
-        """Rows [len(runs), hidden] of one token each; its id is the slot's last token, known or sampled."""
-        for run in runs:
-            if run.kind is RunKind.FIRST:
-                self._last_tokens[run.slot] = int(self._slot(run.slot).token_ids[run.start])
-        plan = self._attention.batch([BatchRow(self._slot(run.slot).pages, run.start) for run in runs])
-        slots = torch.tensor([run.slot for run in runs]).to(self._device, non_blocking=True)
-        return self.model.hidden(self._last_tokens[slots], self._positions([run.start for run in runs]), plan)
+    def _sampling_rows(self, group: Sequence[SampledRows]) -> torch.Tensor:
+        """Rows [rows of the group, hidden] of one token each: the slot's last token, known or sampled, and drafts."""
+        batch: list[BatchRow] = []
+        for each in group:
+            slot = self._slot(each.run.slot)
+            if each.run.kind is RunKind.FIRST:
+                self._last_tokens[each.run.slot] = int(slot.token_ids[each.run.start])
+            batch.extend(BatchRow(slot.pages, position) for position in each.positions)
+        slots = torch.tensor([each.run.slot for each in group for _ in each.positions])
+        token_ids = self._last_tokens[slots.to(self._device, non_blocking=True)]
+        if any(each.drafts for each in group):
+            known = torch.tensor([token for each in group for token in (-1, *each.drafts)]).to(self._device)
+            token_ids = torch.where(known < 0, token_ids, known)
+        return self.model.hidden(
+            token_ids, self._positions([row.position for row in batch]), self._attention.batch(batch)
+        )
 
-    def _sample(self, runs: Sequence[Run], hidden: Sequence[torch.Tensor]) -> tuple[torch.Tensor, RawLogprobs | None]:
-        """Tokens of the runs; ``hidden`` holds their rows, in groups."""
+    def _choose(
+        self, sampled: Sequence[SampledRows], hidden: Sequence[torch.Tensor]
+    ) -> tuple[torch.Tensor, RawLogprobs | None]:
+        """The token behind each row; ``hidden`` holds the rows, in groups."""
         local = [self.model.local_logits(rows) for rows in hidden]
         logits = self.model.gather_logits(local[0] if len(local) == 1 else torch.cat(local))
-        states = [self._slot(run.slot).sampling for run in runs]
-        wants_logprobs = any(state.params.logprobs is not None for state in states)
-        raw_logits = clean_(logits.clone()) if wants_logprobs else None
         # The token being decided stands behind the one that was computed.
-        rows = [SampleRow(state, run.start + 1) for state, run in zip(states, runs, strict=True)]
+        rows = [
+            SampleRow(self._slot(each.run.slot).sampling, position + 1, each.drafts[:index])
+            for each in sampled
+            for index, position in enumerate(each.positions)
+        ]
+        wants_logprobs = any(row.state.params.logprobs is not None for row in rows)
+        raw_logits = clean_(logits.clone()) if wants_logprobs else None
         tokens = choose_tokens(logits, rows)
-        self._last_tokens[torch.tensor([run.slot for run in runs], device=self._device)] = tokens
-        for index, state in enumerate(states):
-            if state.output_counts is not None:
-                state.output_counts.index_add_(0, tokens[index : index + 1], state.output_counts.new_ones(1))
         return tokens, None if raw_logits is None else raw_logprobs(raw_logits, tokens)
 
-
-def _plan_order(runs: Sequence[Run], sampled: Sequence[Run]) -> list[int] | None:
-    """Where each sampling run of the plan stands in ``sampled``; None where the order is the plan's already."""
-    planned = [run for run in runs if run.kind is not RunKind.PREFILL]
-    place = {id(run): index for index, run in enumerate(sampled)}
-    order = [place[id(run)] for run in planned]
-    return None if order == list(range(len(order))) else order
+    def _remember(self, sampled: Sequence[SampledRows], tokens: torch.Tensor, kept: Sequence[range]) -> None:
+        """The tokens of the rows ``kept`` are decided."""
+        slots = torch.tensor([each.run.slot for each in sampled], device=self._device)
+        ends = [rows[-1] for rows in kept]
+        last = tokens if len(ends) == len(tokens) else tokens[torch.tensor(ends, device=self._device)]
+        self._last_tokens[slots] = last
+        for each, rows in zip(sampled, kept, strict=True):
+            own = tokens[rows.start : rows.stop]
+            counts = self._slot(each.run.slot).sampling.output_counts
+            if counts is not None:
+                counts.index_add_(0, own, counts.new_ones(len(own)))
+            if self.drafter is not None:
+                self.drafter.extend(each.run.slot, own.tolist())

@@ -61,14 +61,15 @@ def _adjust_(logits: torch.Tensor, row: SampleRow) -> None:
         ids = torch.tensor([token for token, _ in params.logit_bias], device=logits.device)
         values = torch.tensor([value for _, value in params.logit_bias], dtype=logits.dtype, device=logits.device)
         logits.index_add_(0, ids, values)
-    if state.output_counts is not None and state.in_prompt is not None:
+    counts = row.output_counts()
+    if counts is not None and state.in_prompt is not None:
         if params.repetition_penalty != 1.0:
-            seen = state.in_prompt | (state.output_counts > 0)
+            seen = state.in_prompt | (counts > 0)
             penalty = params.repetition_penalty
             penalised = torch.where(logits > 0, logits / penalty, logits * penalty)
             logits.copy_(torch.where(seen, penalised, logits))
-        logits.sub_(state.output_counts * params.frequency_penalty)
-        logits.sub_((state.output_counts > 0) * params.presence_penalty)
+        logits.sub_(counts * params.frequency_penalty)
+        logits.sub_((counts > 0) * params.presence_penalty)
     if state.forbids_stops(row.position):
         logits[list(params.stop_token_ids)] = -math.inf
 

@@ -42,10 +42,22 @@ class SlotSampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row of logits to choose a token from: whose, and the absolute index of the token being decided."""
+    """A row of logits to choose a token from: whose, and the absolute index of the token being decided.
+
+    ``drafts``: tokens between the slot's last one and this row, which count as outputs.
+    """
 
     state: SlotSampling
     position: int
+    drafts: tuple[int, ...] = ()
+
+    def output_counts(self) -> torch.Tensor | None:
+        """The slot's, with the drafts; None without penalties."""
+        counts = self.state.output_counts
+        if counts is None or not self.drafts:
+            return counts
+        drafts = torch.tensor(self.drafts, device=counts.device)
+        return counts.index_add(0, drafts, torch.ones(len(drafts), device=counts.device))
 
 
 def start_sampling(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from flare_core.engine.speculation import SpeculationLimits
 from flare_core.errors import UsageError
 
 __all__ = ["SchedulerConfig"]
@@ -26,6 +27,8 @@ class SchedulerConfig:
         max_prefill_tokens: prompt tokens of a step in which nothing decodes.
         max_mixed_tokens: prompt tokens of a step in which something decodes; bounds the time between tokens.
         min_tail_tokens: shorter partial pages are not stored.
+        speculation: what may be drafted; None: nothing. Models with rows are not drafted for: what a refused draft did
+            to a row cannot be taken back.
     """
 
     page_tokens: int
@@ -40,6 +43,7 @@ class SchedulerConfig:
     max_prefill_tokens: int = 2048
     max_mixed_tokens: int = 512
     min_tail_tokens: int = 16
+    speculation: SpeculationLimits | None = None
 
     def __post_init__(self) -> None:
         for name in ("page_tokens", "num_pages", "max_sequences", "max_prefill_tokens", "max_mixed_tokens"):
@@ -49,6 +53,8 @@ class SchedulerConfig:
         if self.row_interval_tokens % self.page_tokens:
             msg = f"row_interval_tokens {self.row_interval_tokens} is not a multiple of page_tokens {self.page_tokens}"
             raise UsageError(msg)
+        if self.speculation is not None and self.has_rows:
+            raise UsageError("speculation is not possible with a model that keeps rows; turn it off")
 
     @property
     def max_sequence_tokens(self) -> int:

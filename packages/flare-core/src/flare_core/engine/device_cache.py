@@ -134,6 +134,13 @@ class DeviceCache:
                 raise AssertionError("cached pages are counted that the index does not know")
         return self.pool.allocate(count)
 
+    def make_room(self, sequence: RequestSequence, num_tokens: int) -> int:
+        """How many tokens more the sequence's pages hold; it gets pages for ``num_tokens`` where some are to be had."""
+        num_missing = sequence.num_pages_for(sequence.num_computed + num_tokens) - len(sequence.pages)
+        if num_missing > 0:
+            sequence.pages.extend(self.allocate(num_missing) or ())
+        return len(sequence.pages) * sequence.page_tokens - sequence.num_computed
+
     def release(self, pages: Iterable[int]) -> None:
         """One reference less to each; give them deepest first, so that leaves are evicted before parents."""
         for page in self.pool.release(pages):

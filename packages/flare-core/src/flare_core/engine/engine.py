@@ -158,18 +158,17 @@ class Engine:
         result = launched.pending.result()
         began = time.perf_counter()
         now = self._clock()
-        self._tell_prefill(launched, now)
+        since, self._last_finish = max(launched.began_at, self._last_finish), now
+        self._tell_prefill(launched.plan, now - since)
         self._gate.step_finished(launched.plan.step)
-        self.scheduler.finish_step(result, now)
+        self.scheduler.finish_step(result, now, seconds=now - since)
         self._flush()
         self.scheduler.statistics.own_seconds += time.perf_counter() - began
 
-    def _tell_prefill(self, launched: _Launched, now: float) -> None:
+    def _tell_prefill(self, plan: StepPlan, seconds: float) -> None:
         """Let the store know how quick prefill is, by a step that did nothing else."""
-        since, self._last_finish = max(launched.began_at, self._last_finish), now
-        runs = launched.plan.runs
-        if self._store is not None and runs and all(run.kind is RunKind.PREFILL for run in runs):
-            self._store.prefilled(sum(run.num_tokens for run in runs), now - since)
+        if self._store is not None and plan.runs and all(run.kind is RunKind.PREFILL for run in plan.runs):
+            self._store.prefilled(sum(run.num_tokens for run in plan.runs), seconds)
 
     def _take_commands(self, commands: list[Command]) -> bool:
         for command in commands:

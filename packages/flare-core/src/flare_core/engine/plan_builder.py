@@ -21,14 +21,20 @@ class PlannedStep:
 
     Attributes:
         step: its number.
-        members: sequences with a run in it. sampled: those of FIRST and DECODE runs, in the plan's order.
+        members: sequences with a run in it.
+        sampled: (sequence, its slot, kind) of the runs that sample, in the plan's order.
         prompt_runs: (sequence, start) by slot of the runs of sequences with prompt log-probabilities.
     """
 
     step: int
     members: tuple[Sequence, ...]
-    sampled: tuple[Sequence, ...]
+    sampled: tuple[tuple[Sequence, int, RunKind], ...]
     prompt_runs: dict[int, tuple[Sequence, int]]
+
+    @property
+    def only_decodes(self) -> bool:
+        """No prompt is computed in it."""
+        return len(self.sampled) == len(self.members) and all(kind is not RunKind.FIRST for *_, kind in self.sampled)
 
 
 class PlanBuilder:
@@ -43,7 +49,7 @@ class PlanBuilder:
         self._starts: list[SequenceStart] = []
         self._runs: list[Run] = []
         self._members: list[Sequence] = []
-        self._sampled: list[Sequence] = []
+        self._sampled: list[tuple[Sequence, int, RunKind]] = []
         self._prompt_runs: dict[int, tuple[Sequence, int]] = {}
         self._late_pages: list[int] = []
         self._late_snapshots: list[int] = []
@@ -91,7 +97,10 @@ class PlanBuilder:
             self._cache.rows.free_sequence(slot)
 
     def add_run(self, sequence: Sequence, kind: RunKind, num_tokens: int) -> None:
-        """Compute the sequence's next ``num_tokens`` tokens, with whatever must precede its first run."""
+        """Compute the sequence's next ``num_tokens`` tokens, with whatever must precede its first run.
+
+        How many of a VERIFY run count is known with its result.
+        """
         start = sequence.num_computed
         if sequence.start_needed:
             self._begin(sequence)
@@ -102,13 +111,16 @@ class PlanBuilder:
             sequence.num_sent_pages = num_pages
         self._runs.append(Run(sequence.slot, kind, start, num_tokens, new_pages))
         self._members.append(sequence)
-        sequence.num_computed = start + num_tokens
+        if kind is RunKind.VERIFY:
+            sequence.is_verifying = True
+        else:
+            sequence.num_computed = start + num_tokens
         sequence.num_in_flight += 1
         sequence.last_step = self.step
         if kind is not RunKind.PREFILL:
-            self._sampled.append(sequence)
+            self._sampled.append((sequence, sequence.slot, kind))
             sequence.num_pending += 1
-            self.num_decodes += kind is RunKind.DECODE
+            self.num_decodes += kind is not RunKind.FIRST
         if not sequence.reads_cache:
             self._prompt_runs[sequence.slot] = (sequence, start)
 

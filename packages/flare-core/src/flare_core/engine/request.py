@@ -95,11 +95,14 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
-    """Tokens of one request. ``cached_tokens`` counts prompt tokens that were not computed, by tier."""
+    """Tokens of one request. ``cached_tokens`` counts prompt tokens that were not computed, by tier; ``draft_tokens``
+    those that were proposed, and ``accepted_tokens`` those of them that the output has."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: dict[Tier, int] = msgspec.field(default_factory=dict)
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
 
 
 class Tokens(msgspec.Struct, frozen=True, tag="tokens"):

@@ -28,7 +28,9 @@ from flare_core.engine.request import (
     Usage,
 )
 from flare_core.engine.sequence import Sequence, SequenceState
+from flare_core.engine.speculation import DraftPlanner
 from flare_core.engine.statistics import EngineSnapshot, Statistics
+from flare_core.engine.step_results import sequence_results
 from flare_core.engine.transfers import Transfers
 from flare_core.errors import RequestError
 from flare_core.plan import RunKind, SampledToken, StepPlan, StepResult
@@ -56,6 +58,7 @@ class Scheduler:
         )
         self._admission = Admission(self.cache, self._transfers)
         self._prefill = PrefillPlanner(config, self.cache)
+        self._drafting = None if config.speculation is None else DraftPlanner(config.speculation)
         self._events: list[EngineEvent] = []
         self._by_id: dict[str, Sequence] = {}
         self._waiting: list[Sequence] = []
@@ -109,8 +112,8 @@ class Scheduler:
 
     # -- results and store events --------------------------------------------------------------------------------
 
-    def finish_step(self, result: StepResult, now: float) -> None:
-        """The oldest unfinished step has finished with ``result``."""
+    def finish_step(self, result: StepResult, now: float, *, seconds: float | None = None) -> None:
+        """The oldest unfinished step has finished with ``result``; it took ``seconds``, if that is known."""
         planned = self._in_flight.popleft()
         if planned.step != result.step:
             raise AssertionError(f"step {result.step} finished, step {planned.step} was due")
@@ -123,26 +126,29 @@ class Scheduler:
             if fresh and sequence.request_id in self._by_id:
                 sequence.num_prompt_logprobs += len(fresh)
                 self._events.append(PromptLogprobs(sequence.request_id, fresh))
-        for sequence, token in zip(planned.sampled, result.tokens, strict=True):
-            sequence.num_pending -= 1
-            self._take_token(sequence, token, now)
+        if self._drafting is not None and seconds is not None and planned.only_decodes:
+            self._drafting.costs.measured(len(planned.sampled) + sum(result.num_drafts), seconds)
+        for each in sequence_results(planned, result):
+            each.sequence.num_pending -= 1
+            if each.num_drafts is not None:
+                each.sequence.verified(each.num_drafts, len(each.decided) - 1, num_tokens=len(each.tokens))
+                self.statistics.draft_tokens += each.num_drafts
+                self.statistics.accepted_tokens += len(each.decided) - 1
+            self._take_tokens(each.sequence, each.tokens, now)
 
-    def _take_token(self, sequence: Sequence, token: SampledToken, now: float) -> None:
+    def _take_tokens(self, sequence: Sequence, tokens: tuple[SampledToken, ...], now: float) -> None:
+        """The tokens of one step; only the last one may be a stop token, or the last that is wanted."""
         if sequence.state is SequenceState.ENDED:
             return
-        sequence.tokens.append(token.token_id)
+        for token in tokens:
+            sequence.tokens.append(token.token_id)
         if sequence.state is SequenceState.ENDING:
             return
-        sequence.num_outputs += 1
-        self.statistics.output_tokens += 1
-        if sequence.num_outputs == 1:
-            self.statistics.ttft.add(now - sequence.request.arrival)
-        else:
-            self.statistics.itl.add(now - sequence.last_token_at)
-        sequence.last_token_at = now
-        logprobs = None if token.logprobs is None else (token.logprobs,)
-        self._events.append(Tokens(sequence.request_id, (token.token_id,), logprobs))
-        if token.token_id in sequence.stop_ids:
+        self.statistics.count_outputs(sequence, len(tokens), now)
+        logprobs = tuple(token.logprobs for token in tokens if token.logprobs is not None)
+        ids = tuple(token.token_id for token in tokens)
+        self._events.append(Tokens(sequence.request_id, ids, logprobs or None))
+        if ids[-1] in sequence.stop_ids:
             self._end(sequence, FinishReason.STOP)
         elif sequence.num_outputs >= sequence.max_tokens:
             self._end(sequence, FinishReason.LENGTH)
@@ -224,11 +230,15 @@ class Scheduler:
                 self._release(sequence, builder, SequenceState.ENDED)
 
     def _plan_decodes(self, builder: PlanBuilder) -> None:
-        for sequence in self._active.copy():
-            if sequence.state is not SequenceState.RUNNING or not sequence.may_decode:
-                continue
+        ready = [each for each in self._active if each.state is SequenceState.RUNNING and each.may_decode]
+        allowed = [(each.acceptance, each.max_drafts) for each in ready]
+        lengths = [0] * len(ready) if self._drafting is None else self._drafting.lengths(allowed)
+        for sequence, length in zip(ready, lengths, strict=True):
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # it was preempted for another one's page
             if sequence.num_computed < len(sequence.pages) * sequence.page_tokens or self._grow(sequence, builder):
-                builder.add_run(sequence, RunKind.DECODE, 1)
+                num_drafts = min(length, self.cache.make_room(sequence, 1 + length) - 1)
+                builder.add_run(sequence, RunKind.VERIFY if num_drafts else RunKind.DECODE, 1 + num_drafts)
 
     def _grow(self, sequence: Sequence, builder: PlanBuilder) -> bool:
         """One page more, at the cost of the sequences admitted last; False when it must wait or was preempted."""
@@ -308,6 +318,8 @@ class Scheduler:
             prompt_tokens=sequence.num_prompt_tokens,
             completion_tokens=sequence.num_outputs,
             cached_tokens=dict(sequence.cached_tokens),
+            draft_tokens=sequence.num_drafted,
+            accepted_tokens=sequence.num_accepted,
         )
         self._events.append(Finished(sequence.request_id, reason, usage))
         self.statistics.count_finish(reason)

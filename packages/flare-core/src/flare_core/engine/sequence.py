@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from flare_core.engine.request import EngineRequest
+from flare_core.engine.speculation import AcceptanceEstimate
 from flare_core.keys import TokenIds, chain_keys, next_key
 from flare_core.prefix import Tier
 
@@ -63,7 +64,9 @@ class Sequence:
         tokens: the prompt, the outputs, and behind an end those of steps that were already under way (dropped).
         keys: chain keys of the first whole pages; grown on demand.
         num_outputs: tokens sent out.
-        num_pending: sampled tokens of steps that have not finished.
+        num_pending: steps that sample for it and have not finished.
+        is_verifying: one of them verifies drafts: how far it comes is not known yet.
+        acceptance: of its drafts. num_drafted, num_accepted: drafts that were verified, and that were right.
         num_in_flight: planned steps with a part in it that have not finished.
         pages: its page table, of which the runner knows the first ``num_sent_pages``.
         num_computed: positions [0, n) that planned steps compute or that were restored.
@@ -90,6 +93,10 @@ class Sequence:
     keys: list[bytes] = field(default_factory=list)
     num_outputs: int = 0
     num_pending: int = 0
+    is_verifying: bool = False
+    acceptance: AcceptanceEstimate = field(default_factory=AcceptanceEstimate)
+    num_drafted: int = 0
+    num_accepted: int = 0
     num_in_flight: int = 0
     slot: int = -1
     pages: list[int] = field(default_factory=list)
@@ -125,7 +132,22 @@ class Sequence:
     @property
     def may_decode(self) -> bool:
         """Its first token was planned, and one more is wanted unless a token that is not known yet ends it."""
+        if self.is_verifying:
+            return False
         return self.num_computed > self.prefill_end and self.num_outputs + self.num_pending < self.max_tokens
+
+    @property
+    def max_drafts(self) -> int:
+        """Drafts that may be verified with the next token; none while a step of its is under way."""
+        return 0 if self.num_in_flight else self.max_tokens - self.num_outputs - 1
+
+    def verified(self, num_drafts: int, num_accepted: int, *, num_tokens: int) -> None:
+        """A step has verified drafts; ``num_tokens`` of what it decided count."""
+        self.is_verifying = False
+        self.num_computed += num_tokens
+        self.acceptance.verified(num_drafts, num_accepted)
+        self.num_drafted += num_drafts
+        self.num_accepted += num_accepted
 
     def extend_keys(self, num_tokens: int) -> None:
         """Have the chain keys of the whole pages of the first ``num_tokens`` known tokens."""

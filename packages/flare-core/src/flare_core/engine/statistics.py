@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from flare_core.engine.page_pool import PagePool
+from flare_core.engine.sequence import Sequence
 from flare_core.metrics import LATENCY_BOUNDS_SECONDS
 from flare_core.prefix import Tier
 
@@ -38,6 +39,8 @@ class EngineSnapshot(msgspec.Struct, frozen=True, kw_only=True):
     num_store_failures: int
     prompt_tokens: int
     output_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     lookup_tokens: int
     hit_tokens: dict[Tier, int]
     finished: dict[str, int]
@@ -75,6 +78,8 @@ class Statistics:
     num_store_failures: int = 0
     prompt_tokens: int = 0
     output_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
     lookup_tokens: int = 0
     hit_tokens: dict[Tier, int] = field(default_factory=lambda: dict.fromkeys(Tier, 0))
     finished: dict[str, int] = field(default_factory=dict)
@@ -82,6 +87,17 @@ class Statistics:
     itl: Histogram = field(default_factory=Histogram)
     queue: Histogram = field(default_factory=Histogram)
     restore: Histogram = field(default_factory=Histogram)
+
+    def count_outputs(self, sequence: Sequence, num_tokens: int, now: float) -> None:
+        """A step has decided so many tokens of ``sequence``."""
+        for _ in range(num_tokens):
+            if sequence.num_outputs:
+                self.itl.add(now - sequence.last_token_at)
+            else:
+                self.ttft.add(now - sequence.request.arrival)
+            sequence.num_outputs += 1
+            sequence.last_token_at = now
+        self.output_tokens += num_tokens
 
     def count_finish(self, reason: str) -> None:
         """One request ended."""
@@ -104,6 +120,8 @@ class Statistics:
             num_store_failures=self.num_store_failures,
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
+            draft_tokens=self.draft_tokens,
+            accepted_tokens=self.accepted_tokens,
             lookup_tokens=self.lookup_tokens,
             hit_tokens=dict(self.hit_tokens),
             finished=dict(self.finished),
