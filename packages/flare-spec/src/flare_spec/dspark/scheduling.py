@@ -56,7 +56,7 @@ def choose_budget(
 
     ``earlier`` holds confidences of an earlier round, one sequence each: the current ones would say something of
     tokens already drawn. A step of n sequences and b drafted tokens yields n plus the b greatest survival
-    probabilities, in ``draft_seconds`` and the target's time for n + b tokens; without drafting n, in the target's time.
+    probabilities, in ``draft_seconds`` and the target's time for n + b tokens; without drafting it yields n.
     """
     gains = sorted(itertools.chain.from_iterable(survivals(each) for each in earlier), reverse=True)
     best_budget, best_rate = 0, num_sequences / target.cost(num_sequences)
