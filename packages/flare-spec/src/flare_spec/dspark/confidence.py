@@ -13,7 +13,7 @@ import torch.nn.functional as F  # noqa: N812  the name everyone knows
 
 from flare_core.compute.layers import Projection
 
-__all__ = ["ConfidenceHead", "confidences"]
+__all__ = ["ConfidenceHead", "confidence_logits", "confidences"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,14 @@ class ConfidenceHead:
     reads_markov: bool
 
 
-def confidences(head: ConfidenceHead, hidden: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
-    """[B, gamma] float32 in [0, 1], from normed rows [B, gamma, hidden] and Markov embeddings [B, gamma, rank]."""
+def confidence_logits(head: ConfidenceHead, hidden: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """[..., gamma] float32, from normed rows [..., gamma, hidden] and Markov embeddings [..., gamma, rank]."""
     read = hidden.float()
     if head.reads_markov:
         read = torch.cat([read, features.float()], dim=-1)
-    return torch.sigmoid(F.linear(read, head.projection.weight, head.projection.bias).squeeze(-1))
+    return F.linear(read, head.projection.weight, head.projection.bias).squeeze(-1)
+
+
+def confidences(head: ConfidenceHead, hidden: torch.Tensor, features: torch.Tensor) -> torch.Tensor:
+    """Probabilities in [0, 1], shaped as :func:`confidence_logits`."""
+    return torch.sigmoid(confidence_logits(head, hidden, features))
