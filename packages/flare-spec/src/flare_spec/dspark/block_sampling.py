@@ -68,6 +68,8 @@ def markov_sample_block(
     """
     batch, gamma, columns = base.shape
     everything = torch.arange(columns, device=base.device).expand(batch, columns)
+    noise = _Noise(temperatures, seeds, positions, stream)
+    listed = None if ids is None else noise.listed(ids)
     state = None if head is None else head.first_state(batch)
     previous = anchors
     tokens, scores, features = [], [], []
@@ -81,8 +83,8 @@ def markov_sample_block(
             features.append(step.embedding)
         score = score.masked_fill(score.isnan(), -math.inf)
         names = everything if ids is None else ids[:, slot]
-        noise = _Noise(seeds, positions + slot, stream)
-        previous = _choose(score.float(), names, temperatures, noise)
+        noisy = noise.onto(score.float(), slot) if listed is None else noise.onto_listed(score.float(), listed[:, slot])
+        previous = _lowest_best(noisy, names)
         tokens.append(previous)
         scores.append(score)
     return MarkovBlock(
@@ -99,44 +101,64 @@ def top_candidates(base: torch.Tensor, count: int, *, first_id: int = 0) -> tupl
     the choice among equals is one and the same everywhere. Chosen by base logits alone, that is before any token of
     the block is drawn, which keeps speculative sampling exact.
     """
-    columns = base.shape[-1]
-    values = base.masked_fill(base.isnan(), -math.inf) + 0.0  # and no -0.0, whose bits would sort below 0.0
-    bits = values.contiguous().view(torch.int16).to(torch.int64)
-    ordered = torch.where(bits < 0, bits ^ 0x7FFF, bits)  # integers in the order of the floats
-    reversed_ids = columns - 1 - torch.arange(columns, device=base.device)
-    best = torch.topk(ordered * columns + reversed_ids, min(count, columns), dim=-1).values
-    picked = columns - 1 - best % columns
-    return values.gather(-1, picked), picked + first_id
+    count = min(count, base.shape[-1])
+    wide = base.float().nan_to_num_(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+    values, columns = torch.topk(wide, count, dim=-1)
+    least = values[..., -1:]
+    # Of those that equal the least, topk takes any: take the lowest instead.
+    distance = torch.arange(wide.shape[-1], 0, -1, dtype=torch.int32, device=base.device)
+    lowest = torch.topk(distance * (wide == least), count, dim=-1).indices
+    is_greater = values > least
+    place = torch.arange(count, device=base.device) - is_greater.sum(dim=-1, keepdim=True)
+    columns = torch.where(is_greater, columns, lowest.gather(-1, place.clamp(min=0)))
+    # By id, then stably by value.
+    columns = columns.sort(dim=-1).values
+    ordered, order = wide.gather(-1, columns).sort(dim=-1, descending=True, stable=True)
+    return ordered.to(torch.bfloat16), columns.gather(-1, order) + first_id
 
 
-@dataclass(frozen=True, slots=True)
-class _Noise:
-    """Gumbel noise of one slot: ``seeds`` and ``positions`` [B]."""
-
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    stream: int
-
-    def of(self, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Noise [M] of the ids [M] in the rows [M]."""
-        return gumbel(self.seeds[rows], self.positions[rows], ids, stream=self.stream)
-
-
-def _choose(score: torch.Tensor, ids: torch.Tensor, temperatures: torch.Tensor, noise: _Noise) -> torch.Tensor:
-    """Ids [B] with the greatest score [B, N] float32, after temperature and noise where the temperature is not 0."""
-    random = (temperatures > 0).nonzero().squeeze(1)
-    if len(random):
-        scaled = score[random] / temperatures[random].unsqueeze(1)
-        score = score.index_copy(0, random, _add_noise(scaled, ids[random], random, noise))
+def _lowest_best(score: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Of the ids [B, N] with the greatest score [B, N] the lowest, [B]."""
     best = score.max(dim=-1, keepdim=True).values
     return ids.masked_fill(score != best, torch.iinfo(torch.int64).max).min(dim=-1).values
 
 
-def _add_noise(scaled: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor, noise: _Noise) -> torch.Tensor:
-    """``scaled`` [R, N] plus noise; what would lose to the best id even with the greatest noise is minus infinity."""
-    best, column = scaled.max(dim=-1)
-    lead = best + noise.of(rows, ids.gather(1, column.unsqueeze(1)).squeeze(1))
-    floor = lead - _CONTENDING - best.abs() * 2.0**-20  # sums round, and more so far from zero
-    where = ((scaled >= floor.unsqueeze(1)) & (scaled > -math.inf)).nonzero(as_tuple=True)
-    noisy = scaled[where] + noise.of(rows[where[0]], ids[where])
-    return torch.full_like(scaled, -math.inf).index_put_(where, noisy)
+@dataclass(frozen=True, slots=True)
+class _Noise:
+    """Temperature and Gumbel noise of a block; ``temperatures``, ``seeds`` and ``positions`` (of slot 0) [B]."""
+
+    temperatures: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    stream: int
+
+    def listed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Noise of all ``ids`` [B, gamma, N] at once, 0 where the temperature is."""
+        if not bool((self.temperatures > 0).any()):
+            return torch.zeros(ids.shape, device=ids.device)
+        slots = torch.arange(ids.shape[1], device=ids.device).view(-1, 1)
+        positions = self.positions.view(-1, 1, 1) + slots
+        noise = gumbel(self.seeds.view(-1, 1, 1), positions, ids, stream=self.stream)
+        return noise.masked_fill(self.temperatures.view(-1, 1, 1) <= 0, 0.0)
+
+    def onto_listed(self, score: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """``score`` [B, N] after temperature, plus ``noise`` [B, N] as :meth:`listed` gives it."""
+        return score / torch.where(self.temperatures > 0, self.temperatures, 1.0).unsqueeze(1) + noise
+
+    def onto(self, score: torch.Tensor, slot: int) -> torch.Tensor:
+        """The same where column n of ``score`` is id n, for all columns that can have the greatest sum.
+
+        What would lose to the best score even with the greatest noise is minus infinity: noise is dear.
+        """
+        rows = (self.temperatures > 0).nonzero().squeeze(1)
+        if not len(rows):
+            return score
+        scaled = score[rows] / self.temperatures[rows].unsqueeze(1)
+        seeds, positions = self.seeds[rows], self.positions[rows] + slot
+        best, ids = scaled.max(dim=-1)
+        lead = best + gumbel(seeds, positions, ids, stream=self.stream)
+        floor = lead - _CONTENDING - best.abs() * 2.0**-20  # sums round, and more so far from zero
+        where = ((scaled >= floor.unsqueeze(1)) & (scaled > -math.inf)).nonzero(as_tuple=True)
+        noise = gumbel(seeds[where[0]], positions[where[0]], where[1], stream=self.stream)
+        noisy = torch.full_like(scaled, -math.inf).index_put_(where, scaled[where] + noise)
+        return score.index_copy(0, rows, noisy)
