@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import torch
 
-__all__ = ["STREAM_SAMPLE", "gumbel", "philox4x32"]
+__all__ = ["STREAM_DRAFT", "STREAM_SAMPLE", "gumbel", "philox4x32"]
 
 STREAM_SAMPLE = 1
 """The stream of token sampling; verification of drafts has streams of its own."""
+STREAM_DRAFT = 2
+"""Drafting, where the verification is not coupled to it."""
 
 _MASK = 0xFFFFFFFF
 _MULTIPLIER_0 = 0xD2511F53
@@ -42,13 +44,15 @@ def philox4x32(
     return word0, word1, word2, word3
 
 
-def gumbel(seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
+def gumbel(
+    seeds: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor, *, stream: int = STREAM_SAMPLE
+) -> torch.Tensor:
     """Gumbel noise, float32, one value for each (seed, position, id); int64 tensors of shapes that broadcast.
 
     ``seeds`` holds 64-bit keys as two's complement. With u = (x + 1/2) / 2**32, G = -log(-log1p(-u)): the
     resolution lies at u near 0, where winners come from. A u that rounds to 1 gives -inf, which is harmless.
     """
-    counter = (token_ids >> 2, positions & _MASK, (positions >> 32) & _MASK, torch.full_like(positions, STREAM_SAMPLE))
+    counter = (token_ids >> 2, positions & _MASK, (positions >> 32) & _MASK, torch.full_like(positions, stream))
     words = philox4x32(counter, (seeds & _MASK, (seeds >> 32) & _MASK))
     lane = (token_ids & 3).expand_as(words[0])
     bits = torch.where(lane < 2, torch.where(lane == 0, words[0], words[1]), torch.where(lane == 2, words[2], words[3]))
