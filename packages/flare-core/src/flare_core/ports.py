@@ -6,11 +6,15 @@ Each port's docstring says who calls it, whether it may block, who owns what unt
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from flare_core.keys import TokenIds
 from flare_core.plan import StepPlan, StepResult
 from flare_core.prefix import PrefixQuery, Restorable, StoreEvent, StoreRequest, Tier
+from flare_core.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["Collective", "Drafter", "JobGate", "KeyValue", "ModelRunner", "PageMemory", "PendingStep", "PrefixStore"]
 
@@ -42,16 +46,29 @@ class Drafter(Protocol):
     says, only how soon.
     """
 
-    def start(self, slot: int, token_ids: TokenIds) -> None:
+    @property
+    def taps(self) -> Sequence[int]:
+        """Layers of the model whose outputs :meth:`observe` wants, rising, -1 for the embedding; not the last."""
+        ...
+
+    def start(self, slot: int, token_ids: TokenIds, params: SamplingParams) -> None:
         """A sequence has taken ``slot``; these tokens are known of it, prompt and outputs. Forget who had it before."""
+        ...
+
+    def observe(self, slot: int, start: int, rows: torch.Tensor) -> None:
+        """Outputs of the tapped layers side by side, [n, taps * hidden], at the positions [start, start + n).
+
+        Of every known token that is computed here, in order; there is a gap where a prefix was restored. Called only
+        where there are taps.
+        """
         ...
 
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:
         """Outputs that were decided since."""
         ...
 
-    def propose(self, slot: int, max_tokens: int) -> Sequence[int]:
-        """At most ``max_tokens`` tokens that may come next; none where there is no good guess."""
+    def propose(self, slots: Sequence[int], max_tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """For each slot at most so many tokens that may come next; none where there is no good guess."""
         ...
 
 

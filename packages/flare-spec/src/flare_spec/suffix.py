@@ -11,12 +11,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from flare_core.keys import TokenIds
+from flare_core.sampling import SamplingParams
 from flare_spec.matches import Places, TokenText, longest_matches
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = ["SuffixDrafter"]
 
@@ -39,12 +44,14 @@ class SuffixDrafter:
     max_requests: int
     drafts_per_match: float
     least_chance: float
+    taps: tuple[int, ...] = ()
     _texts: dict[int, TokenText] = field(default_factory=dict)
     _outputs: deque[NDArray[np.uint32]] = field(default_factory=deque)
     _memory: NDArray[np.uint32] = field(default_factory=lambda: np.empty(0, dtype=np.uint32))
 
-    def start(self, slot: int, token_ids: TokenIds) -> None:
+    def start(self, slot: int, token_ids: TokenIds, params: SamplingParams) -> None:
         """See the port. What the slot's last sequence said is remembered: O(all that is remembered)."""
+        del params
         before = self._texts.get(slot)
         if before is not None and self.max_requests and len(before.ids) > before.num_known:
             self._outputs.append(before.ids[before.num_known :].copy())
@@ -54,13 +61,18 @@ class SuffixDrafter:
             self._memory = np.concatenate([part for output in self._outputs for part in (output, separator)])
         self._texts[slot] = TokenText(token_ids)
 
+    def observe(self, slot: int, start: int, rows: torch.Tensor) -> None:
+        """Nothing is tapped."""
+
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:
         """See the port."""
         self._texts[slot].extend(token_ids)
 
-    def propose(self, slot: int, max_tokens: int) -> Sequence[int]:
-        """See the port. A pass over the text and one over what is remembered."""
-        ids = self._texts[slot].ids
+    def propose(self, slots: Sequence[int], max_tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        """See the port. For each a pass over its text and one over what is remembered."""
+        return [self._propose(self._texts[slot].ids, most) for slot, most in zip(slots, max_tokens, strict=True)]
+
+    def _propose(self, ids: NDArray[np.uint32], max_tokens: int) -> list[int]:
         latest = ids[-self.longest :]
         own_length, own_ends = longest_matches(ids[:-1], latest)
         length, ends = longest_matches(self._memory, latest)

@@ -21,7 +21,7 @@ from flare_core.compute.logprobs import RawLogprobs, raw_logprobs
 from flare_core.compute.sampled_rows import SampledRows, accepted_rows, plan_order
 from flare_core.compute.sampler import choose_tokens, clean_
 from flare_core.compute.sampling_state import SampleRow, SlotSampling, start_sampling
-from flare_core.compute.sharded_model import ShardedModel
+from flare_core.compute.sharded_model import ShardedModel, Taps
 from flare_core.keys import TokenIds
 from flare_core.plan import (
     Run,
@@ -136,8 +136,9 @@ class TorchRunner:
         if prefill := [run for run in plan.runs if run.kind is RunKind.PREFILL]:
             prompt_parts.extend(self._prefill(prefill))
         first = [SampledRows(run) for run in plan.runs if run.kind is RunKind.FIRST]
-        decode = [self._drafted(run) for run in plan.runs if run.kind in (RunKind.DECODE, RunKind.VERIFY)]
-        hidden = [self._sampling_rows(rows) for rows in self._grouped(first, decode)]
+        decode = self._drafted([run for run in plan.runs if run.kind in (RunKind.DECODE, RunKind.VERIFY)])
+        taps: list[Taps] = []
+        hidden = [self._sampling_rows(rows, taps) for rows in self._grouped(first, decode)]
         if not hidden:
             return _TorchStep(plan.step, (), None, (), None, tuple(prompt_parts), self._mark())
         sampled = first + decode
@@ -146,6 +147,7 @@ class TorchRunner:
         if self.drafter is not None:
             kept = accepted_rows(sampled, tokens.tolist())
         self._remember(sampled, tokens, kept)
+        self._observe_sampled(sampled, kept, taps)
         order = plan_order(plan.runs, sampled)
         where = [row for index in order for row in kept[index]]
         if where != list(range(len(tokens))):
@@ -189,7 +191,7 @@ class TorchRunner:
         )
         self._slots[start.slot] = _Slot(token_ids, sampling)
         if self.drafter is not None:
-            self.drafter.start(start.slot, token_ids)
+            self.drafter.start(start.slot, token_ids, start.params)
 
     def _known(self, slot: _Slot, start: int, num_tokens: int) -> torch.Tensor:
         """Known tokens [start, start + num_tokens) as int64 on the device."""
@@ -213,10 +215,19 @@ class TorchRunner:
             [self._known(slot, run.start, run.num_tokens) for slot, run in zip(slots, runs, strict=True)]
         )
         positions = self._positions([at for run in runs for at in range(run.start, run.start + run.num_tokens)])
-        if all(slot.sampling.params.prompt_logprobs is None for slot in slots):
-            self.model.prefill(token_ids, positions, plan)
+        taps = self._new_taps()
+        wants_rows = any(slot.sampling.params.prompt_logprobs is not None for slot in slots)
+        hidden = None
+        if wants_rows:
+            hidden = self.model.hidden(token_ids, positions, plan, taps)
+        else:
+            self.model.prefill(token_ids, positions, plan, taps)
+        if taps is not None and self.drafter is not None:
+            for run, own in zip(runs, torch.split(taps.side_by_side(), sizes), strict=True):
+                self.drafter.observe(run.slot, run.start, own)
+        if hidden is None:
             return []
-        rows = torch.split(self.model.hidden(token_ids, positions, plan), sizes)
+        rows = torch.split(hidden, sizes)
         return [
             part
             for run, slot, own in zip(runs, slots, rows, strict=True)
@@ -237,11 +248,25 @@ class TorchRunner:
             parts.append(_PromptPart(run.slot, num_top, raw_logprobs(logits, following[block])))
         return parts
 
-    def _drafted(self, run: Run) -> SampledRows:
-        """The run with what the drafter proposes for it."""
-        if run.kind is not RunKind.VERIFY or self.drafter is None:
-            return SampledRows(run)
-        return SampledRows(run, tuple(self.drafter.propose(run.slot, run.num_tokens - 1)))
+    def _drafted(self, runs: Sequence[Run]) -> list[SampledRows]:
+        """The runs with what the drafter proposes for them."""
+        asked = [run for run in runs if run.kind is RunKind.VERIFY]
+        if not asked or self.drafter is None:
+            return [SampledRows(run) for run in runs]
+        proposed = self.drafter.propose([run.slot for run in asked], [run.num_tokens - 1 for run in asked])
+        drafts = {run.slot: tuple(tokens) for run, tokens in zip(asked, proposed, strict=True)}
+        return [SampledRows(run, drafts.get(run.slot, ())) for run in runs]
+
+    def _new_taps(self) -> Taps | None:
+        return Taps(self.drafter.taps) if self.drafter is not None and self.drafter.taps else None
+
+    def _observe_sampled(self, sampled: Sequence[SampledRows], kept: Sequence[range], taps: Sequence[Taps]) -> None:
+        """Show the drafter the rows whose tokens are known: those of drafts that were refused never are."""
+        if self.drafter is None or not taps:
+            return
+        rows = torch.cat([each.side_by_side() for each in taps])
+        for each, own in zip(sampled, kept, strict=True):
+            self.drafter.observe(each.run.slot, each.run.start, rows[own.start : own.stop])
 
     def _grouped(self, first: Sequence[SampledRows], decode: Sequence[SampledRows]) -> list[Sequence[SampledRows]]:
         """Which sampling runs are computed together: as the plan says, or more where that changes no bit."""
@@ -254,7 +279,7 @@ class TorchRunner:
             groups = [[run] for run in first] + [decode]
         return [group for group in groups if group]
 
-    def _sampling_rows(self, group: Sequence[SampledRows]) -> torch.Tensor:
+    def _sampling_rows(self, group: Sequence[SampledRows], taps: list[Taps]) -> torch.Tensor:
         """Rows [rows of the group, hidden] of one token each: the slot's last token, known or sampled, and drafts."""
         batch: list[BatchRow] = []
         for each in group:
@@ -267,9 +292,10 @@ class TorchRunner:
         if any(each.drafts for each in group):
             known = torch.tensor([token for each in group for token in (-1, *each.drafts)]).to(self._device)
             token_ids = torch.where(known < 0, token_ids, known)
-        return self.model.hidden(
-            token_ids, self._positions([row.position for row in batch]), self._attention.batch(batch)
-        )
+        own = self._new_taps()
+        taps.extend([] if own is None else [own])
+        positions = self._positions([row.position for row in batch])
+        return self.model.hidden(token_ids, positions, self._attention.batch(batch), own)
 
     def _choose(
         self, sampled: Sequence[SampledRows], hidden: Sequence[torch.Tensor]

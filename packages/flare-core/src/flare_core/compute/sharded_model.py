@@ -5,7 +5,8 @@ Knows layers, ranks and rotation; not requests, pages or sampling.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows
@@ -25,7 +26,28 @@ from flare_core.compute.model_config import ModelConfig
 from flare_core.compute.rotary import Rotary, rotate_
 from flare_core.compute.tensor_layout import RankShard
 
-__all__ = ["ShardedModel"]
+__all__ = ["ShardedModel", "Taps"]
+
+
+@dataclass(slots=True)
+class Taps:
+    """Outputs of some layers, taken during one pass. They are equal on every rank.
+
+    Attributes:
+        layers: which, rising; -1 is the embedding. Never the last one: nobody computes it in a prefill.
+    """
+
+    layers: Sequence[int]
+    _rows: list[torch.Tensor] = field(default_factory=list)
+
+    def take(self, layer: int, rows: torch.Tensor) -> None:
+        """``layer`` gave ``rows`` [M, hidden], which nobody changes any more."""
+        if layer in self.layers:
+            self._rows.append(rows)
+
+    def side_by_side(self) -> torch.Tensor:
+        """[M, layers * hidden], in the order of ``layers``."""
+        return torch.cat(self._rows, dim=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +69,39 @@ class ShardedModel:
     head: Projection
     is_row_invariant: bool
 
-    def hidden(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> torch.Tensor:
+    def hidden(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, taps: Taps | None = None
+    ) -> torch.Tensor:
         """Rows [M, hidden] after the last layer, before the final norm.
 
-        ``token_ids`` [M] int64; ``positions`` [M] float32. Writes the tokens' keys and values through ``plan``.
+        ``token_ids`` [M] int64; ``positions`` [M] float32. Writes the tokens' keys and values through ``plan``, and
+        leaves the outputs of tapped layers in ``taps``.
         """
-        rows = self._embed(token_ids)
+        rows = self._first_rows(token_ids, taps)
         rotations = self.rotary.rotations(positions)
-        for index, layer in enumerate(self.layers):
-            rows = self._attention(rows, index, layer, rotations, plan)
-            rows = self._mlp(rows, layer)
+        for index in range(len(self.layers)):
+            rows = self._layer(rows, index, rotations, plan, taps)
         return rows
 
-    def prefill(self, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan) -> None:
+    def prefill(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, plan: AttentionPlan, taps: Taps | None = None
+    ) -> None:
         """As :meth:`hidden` for tokens whose rows nobody wants: of the last layer only keys and values are computed."""
-        rows = self._embed(token_ids)
+        rows = self._first_rows(token_ids, taps)
         rotations = self.rotary.rotations(positions)
         last = len(self.layers) - 1
-        for index, layer in enumerate(self.layers[:last]):
-            rows = self._attention(rows, index, layer, rotations, plan)
-            rows = self._mlp(rows, layer)
+        for index in range(last):
+            rows = self._layer(rows, index, rotations, plan, taps)
         _, key_value = self._query_key_value(rows, self.layers[last], rotations)
         plan.write(last, key_value)
 
     def local_logits(self, rows: torch.Tensor) -> torch.Tensor:
         """Logits [M, ids of this rank], float32, of rows as :meth:`hidden` gives them."""
-        return project(rms_norm(rows, self.final_norm), self.head).float()
+        return self.head_logits(rms_norm(rows, self.final_norm))
+
+    def head_logits(self, normed: torch.Tensor) -> torch.Tensor:
+        """Logits [M, ids of this rank], float32, of rows [M, hidden] that are normed already."""
+        return project(normed, self.head).float()
 
     def gather_logits(self, local: torch.Tensor) -> torch.Tensor:
         """[M, vocabulary] on every rank, equal bit for bit: one collective, none at world size 1."""
@@ -83,7 +112,22 @@ class ShardedModel:
         parts = self.collectives.all_gather(padded)
         return torch.cat([part[:, :width] for part, width in zip(parts, widths, strict=True)], dim=1)
 
-    def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+    def _first_rows(self, token_ids: torch.Tensor, taps: Taps | None) -> torch.Tensor:
+        rows = self.embed(token_ids)
+        if taps is not None:
+            taps.take(-1, rows)
+        return rows
+
+    def _layer(
+        self, rows: torch.Tensor, index: int, rotations: torch.Tensor, plan: AttentionPlan, taps: Taps | None
+    ) -> torch.Tensor:
+        rows = self._mlp(self._attention(rows, index, self.layers[index], rotations, plan), self.layers[index])
+        if taps is not None:
+            taps.take(index, rows)
+        return rows
+
+    def embed(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """Rows [M, hidden] of ids [M] int64, on every rank: one collective, none at world size 1."""
         if self.shard.world_size == 1:
             return F.embedding(token_ids, self.embedding)
         span = self.shard.vocab
