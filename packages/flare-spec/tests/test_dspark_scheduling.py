@@ -60,6 +60,8 @@ def test_equal_survival_goes_to_the_earlier_place_then_to_the_earlier_sequence()
     assert select_lengths([[1.0, 1.0], [1.0, 1.0]], 3) == [2, 1]
     assert select_lengths([[0.5, 1.0], [1.0, 0.5]], 2) == [1, 1]
     assert select_lengths([], 3) == []
+    # A sure second token gives its first no advantage: it was not known when the first was drawn.
+    assert select_lengths([[0.5], [0.5, 1.0]], 1) == select_lengths([[0.5], [0.5, 0.3]], 1) == [1, 0]
 
 
 def test_costs_are_interpolated_and_go_on_at_the_last_slope():

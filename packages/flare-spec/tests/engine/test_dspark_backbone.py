@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from flare_core.compute.model_config import parse_config
 from flare_core.errors import FlareError
+from flare_spec.dspark.block_sampling import top_candidates
 from flare_spec.dspark.draft import DraftNoise, draft_block
 from flare_spec.dspark.testing import flat_draft_config, make_draft_checkpoint
 from flare_spec.dspark.weights import load_block_draft
@@ -208,6 +209,7 @@ def test_a_drafted_block_is_sampled_at_the_positions_its_slots_predict(tmp_path)
         draft,
         [context],
         torch.tensor([250]),
+        num_tokens=5,
         noise=DraftNoise(torch.tensor([0.7]), seeds),
         embed=lambda ids: tensors["embed_tokens.weight"][ids],
         base_scores=lambda rows: ((rows @ head.T).bfloat16(), None),
@@ -229,6 +231,7 @@ def test_the_confidence_head_reads_the_markov_embedding_of_the_token_before(tmp_
         draft,
         [context_of(draft, taps)],
         torch.tensor([250]),
+        num_tokens=5,
         noise=DraftNoise(torch.tensor([0.0]), torch.tensor([0])),
         embed=lambda ids: tensors["embed_tokens.weight"][ids],
         base_scores=lambda rows: ((rows @ tensors["lm_head.weight"].T).bfloat16(), None),
@@ -238,3 +241,24 @@ def test_the_confidence_head_reads_the_markov_embedding_of_the_token_before(tmp_
     read = torch.cat([rows, tensors["markov_head.markov_w1.weight"][before].bfloat16().float()], dim=-1)
     expected = torch.sigmoid(read @ tensors["confidence_head.proj.weight"][0] + tensors["confidence_head.proj.bias"])
     torch.testing.assert_close(drafted.confidences[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_fewer_tokens_are_the_first_of_a_whole_block(tmp_path):
+    draft, tensors = loaded(tmp_path)
+    context = context_of(draft, taps_of(12))
+
+    def drafted(num_tokens):
+        return draft_block(
+            draft,
+            [context],
+            torch.tensor([250]),
+            num_tokens=num_tokens,
+            noise=DraftNoise(torch.tensor([1.0]), torch.tensor([4])),
+            embed=lambda ids: tensors["embed_tokens.weight"][ids],
+            base_scores=lambda rows: top_candidates((rows @ tensors["lm_head.weight"].T).bfloat16(), 16),
+        )
+
+    whole, part = drafted(5), drafted(2)
+    assert part.sampled.tokens.tolist() == whole.sampled.tokens[:, :2].tolist()
+    assert part.confidences.shape == (1, 2)
+    assert part.ids.shape == (1, 2, 16)

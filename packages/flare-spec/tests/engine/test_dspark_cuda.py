@@ -43,6 +43,7 @@ def drafted(directory, device):
         draft,
         contexts,
         torch.tensor([5, 6], device=device),
+        num_tokens=5,
         noise=DraftNoise(torch.tensor([0.0, 1.0], device=device), torch.tensor([3, 4], device=device)),
         embed=lambda ids: embedding[ids],
         base_scores=lambda rows: ((rows @ head.T).bfloat16(), None),

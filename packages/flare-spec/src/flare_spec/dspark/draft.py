@@ -51,17 +51,20 @@ def draft_block(
     contexts: Sequence[ContextStore],
     anchors: torch.Tensor,
     *,
+    num_tokens: int,
     noise: DraftNoise,
     embed: Callable[[torch.Tensor], torch.Tensor],
     base_scores: BaseScores,
 ) -> DraftedBlock:
     """Draft after ``anchors`` [B] int64, each the token at its context's ``stop``; contexts are left as they were.
 
+    ``num_tokens`` are drafted, gamma at most (:func:`flare_spec.dspark.config.drafted_tokens`): the first of a whole
+    block, so that they are what the block's would be; the head is applied to their rows only.
     ``embed`` gives rows [M, hidden] of ids [M] from the target's embedding.
     """
     ids = draft.backbone.block_ids(anchors)
     embedded = embed(ids.flatten()).view(*ids.shape, -1)
-    hidden = draft.backbone.hidden(embedded, contexts)
+    hidden = draft.backbone.hidden(embedded, contexts)[:, :num_tokens]
     base, columns = base_scores(hidden)
     first = torch.tensor([store.stop + 1 for store in contexts], device=anchors.device)
     sampled = markov_sample_block(
