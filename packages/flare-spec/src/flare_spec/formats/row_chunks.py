@@ -12,8 +12,8 @@ from flare_core.errors import UsageError
 __all__ = ["ChunkedWeight", "project_by_chunks", "row_slices"]
 
 # Measured with heads of 49,152 x 576 (CPU) and 129,280 x 4,096 (H200). Smaller chunks pay for look-up tables and
-# launches: 4 times the time at 2**15 on the CPU, twice at 2**24 on the GPU. Larger ones leave the CPU's caches (8-bit
-# formats take 1.5 times as long at 2**22), and gain a quarter on the GPU for twice the memory.
+# launches: 2 to 4 times the time at 2**15 on the CPU, twice at 2**24 on the GPU. Larger ones leave the CPU's caches
+# (8-bit formats take up to 2.7 times as long at 2**22), and save a fifth on the GPU for twice the memory.
 _CPU_ELEMENTS: Final = 1 << 20
 _CUDA_ELEMENTS: Final = 1 << 25
 
