@@ -10,11 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flare_core.errors import UsageError
+from flare_core.sampling import SamplingParams
 from flare_spec.config import parse_speculative_config
 from flare_spec.drafters import make_drafter
 from flare_spec.lookup import LookupDrafter
 from flare_spec.suffix import SuffixDrafter
 
+PARAMS = SamplingParams(max_tokens=1)
 TEXTS = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 
 
@@ -55,40 +57,40 @@ def plain_suffix(text: list[int], *, longest: int, max_tokens: int, least: float
 
 @given(TEXTS, TEXTS, st.integers(1, 6), st.integers(1, 4), st.integers(1, 8))
 def test_lookup_finds_the_last_occurrence_of_the_longest_run(prompt, output, longest, shortest, max_tokens) -> None:
-    drafter = LookupDrafter(longest=max(longest, shortest), shortest=shortest)
-    drafter.start(3, ids(prompt))
+    drafter = LookupDrafter(5, longest=max(longest, shortest), shortest=shortest)
+    drafter.start(3, ids(prompt), PARAMS)
     for token in output:
         drafter.extend(3, [token])
     expected = plain_lookup(prompt + output, longest=max(longest, shortest), shortest=shortest, max_tokens=max_tokens)
-    assert list(drafter.propose(3, max_tokens)) == expected
+    assert list(drafter.propose([3], [max_tokens])[0]) == expected
 
 
 @given(TEXTS, TEXTS, st.integers(1, 8), st.floats(0.05, 1.0))
 def test_suffix_decoding_follows_the_counts(prompt, output, max_tokens, least) -> None:
-    drafter = SuffixDrafter(longest=6, max_requests=0, drafts_per_match=1.0, least_chance=least)
-    drafter.start(0, ids(prompt))
+    drafter = SuffixDrafter(5, longest=6, max_requests=0, drafts_per_match=1.0, least_chance=least)
+    drafter.start(0, ids(prompt), PARAMS)
     drafter.extend(0, output)
     expected = plain_suffix(prompt + output, longest=6, max_tokens=max_tokens, least=least)
-    assert list(drafter.propose(0, max_tokens)) == expected
+    assert list(drafter.propose([0], [max_tokens])[0]) == expected
 
 
 def test_suffix_decoding_remembers_what_earlier_requests_said() -> None:
-    drafter = SuffixDrafter(longest=8, max_requests=2, drafts_per_match=2.0, least_chance=0.1)
+    drafter = SuffixDrafter(5, longest=8, max_requests=2, drafts_per_match=2.0, least_chance=0.1)
     for output in ([1, 2, 3, 4, 5], [6, 7, 8, 9], [10, 11, 12]):
-        drafter.start(0, ids([0]))
+        drafter.start(0, ids([0]), PARAMS)
         drafter.extend(0, output)
-    drafter.start(0, ids([6, 7]))
-    assert list(drafter.propose(0, 8)) == [8, 9]
-    drafter.start(1, ids([2, 3]))
-    assert list(drafter.propose(1, 8)) == []  # only the last two outputs are remembered
+    drafter.start(0, ids([6, 7]), PARAMS)
+    assert list(drafter.propose([0], [8])[0]) == [8, 9]
+    drafter.start(1, ids([2, 3]), PARAMS)
+    assert list(drafter.propose([1], [8])[0]) == []  # only the last two outputs are remembered
 
 
 def test_slots_do_not_see_each_other() -> None:
-    drafter = make_drafter(parse_speculative_config('{"method": "ngram"}'))
-    drafter.start(0, ids([1, 2, 3, 1, 2]))
-    drafter.start(1, ids([1, 2]))
-    assert list(drafter.propose(0, 2)) == [3, 1]
-    assert list(drafter.propose(1, 2)) == []
+    drafter = make_drafter(parse_speculative_config('{"method": "ngram"}'), target=None)
+    drafter.start(0, ids([1, 2, 3, 1, 2]), PARAMS)
+    drafter.start(1, ids([1, 2]), PARAMS)
+    assert list(drafter.propose([0], [2])[0]) == [3, 1]
+    assert list(drafter.propose([1], [2])[0]) == []
 
 
 @pytest.mark.parametrize(
@@ -97,6 +99,8 @@ def test_slots_do_not_see_each_other() -> None:
         ("{", "truncated|malformed|Input data"),
         ('{"method": "dream"}', "method"),
         ('{"method": "ngram", "num_tokens": 3}', "num_tokens"),
+        ('{"method": "dspark"}', '"dspark" needs "model"'),
+        ('{"method": "ngram", "model": "x"}', "drafts without a model"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
         ('{"method": "ngram", "num_speculative_tokens": 99}', "from 1 to 31"),
         ('{"method": "ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 2}', "prompt_lookup_max is 2"),

@@ -145,7 +145,7 @@ class RankZero:
                 max_prefill_tokens=config.max_batch_tokens,
                 max_mixed_tokens=max(1, config.max_batch_tokens // MIXED_PREFILL_SHARE),
                 min_tail_tokens=config.prefix_cache_min_tail,
-                speculation=_speculation(config),
+                speculation=SpeculationLimits(model.max_drafts) if model.max_drafts else None,
             ),
             cache.store,
         )
@@ -207,17 +207,9 @@ class RankZero:
         )
 
 
-def _speculation(config: RunConfig) -> SpeculationLimits | None:
-    if config.speculative_config is None:
-        return None
-    from flare_spec.config import parse_speculative_config  # the oracle's rank zero starts without it
-
-    return SpeculationLimits(parse_speculative_config(config.speculative_config).num_speculative_tokens)
-
-
 def _plan_lead(config: RunConfig, model: RankModel) -> int:
     """Steps to plan ahead. Where a step verifies drafts, the next one begins at a place that only its result tells."""
-    if config.speculative_config is not None:
+    if model.max_drafts:
         return 0
     return model.plan_lead if config.plan_lead is None else config.plan_lead
 

@@ -19,7 +19,9 @@ from flare_core.compute.identity import default_digest_cache
 from flare_core.compute.kv_memory import geometry_for
 from flare_core.compute.loading import LoadedRunner, load_runner
 from flare_core.compute.model_config import read_config
+from flare_core.compute.sharded_model import ShardedModel
 from flare_core.errors import UsageError
+from flare_core.ports import Drafter
 from flare_spec.config import parse_speculative_config
 from flare_spec.drafters import make_drafter
 
@@ -77,9 +79,7 @@ def open_torch(
         num_pages=num_pages,
         max_sequences=config.max_sequences,
         max_model_len=length,
-        drafter=None
-        if config.speculative_config is None
-        else make_drafter(parse_speculative_config(config.speculative_config)),
+        make_drafter=_make_drafter(config),
         digest_cache=default_digest_cache(),
         progress=report,
     )
@@ -96,11 +96,19 @@ def _described(loaded: LoadedRunner, directory: Path, *, device: str, dtype: str
         num_pages=num_pages,
         num_row_snapshots=0,
         plan_lead=0 if device == "cpu" else 1,
+        max_drafts=0 if loaded.runner.drafter is None else loaded.runner.drafter.max_drafts,
         facts=(
             ("model", f"{directory}, {dtype} on {device}, context {loaded.max_model_len} tokens"),
             pool_fact(num_pages, loaded.identity),
         ),
     )
+
+
+def _make_drafter(config: RunConfig) -> Callable[[ShardedModel], Drafter] | None:
+    if config.speculative_config is None:
+        return None
+    speculative = parse_speculative_config(config.speculative_config)
+    return lambda target: make_drafter(speculative, target)
 
 
 def _device(config: RunConfig) -> str:

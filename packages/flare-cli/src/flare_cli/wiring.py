@@ -50,6 +50,7 @@ class RankModel:
         num_row_snapshots: row slots beyond those of the sequences.
         plan_lead: steps to plan ahead where nobody says: on a device that computes while the next step is planned, one;
             where a launch computes at once, planning ahead would only hold every token back by a step.
+        max_drafts: tokens that may be drafted for a sequence in a step; 0: nothing is.
         facts: (label, text) lines for people.
     """
 
@@ -62,6 +63,7 @@ class RankModel:
     num_row_snapshots: int
     plan_lead: int
     facts: tuple[tuple[str, str], ...]
+    max_drafts: int = 0
 
     @property
     def geometry(self) -> Sequence[Geometry]:

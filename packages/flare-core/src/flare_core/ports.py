@@ -47,6 +47,11 @@ class Drafter(Protocol):
     """
 
     @property
+    def max_drafts(self) -> int:
+        """Most tokens that it proposes for a sequence at once."""
+        ...
+
+    @property
     def taps(self) -> Sequence[int]:
         """Layers of the model whose outputs :meth:`observe` wants, rising, -1 for the embedding; not the last."""
         ...

@@ -19,8 +19,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     Attributes:
         method: ``ngram``: what followed the last tokens before, in the prompt or the output; ``suffix``: what followed
-            them most often, in this and in earlier requests.
-        num_speculative_tokens: drafts of a sequence in a step, at most.
+            them most often, in this and in earlier requests; ``dspark`` and ``dflash``: a block drafter's checkpoint.
+        num_speculative_tokens: drafts of a sequence in a step, at most; None: 5, or what a drafter was trained for.
+        model: directory of the drafter's checkpoint (dspark, dflash).
+        confidence_threshold: drafts end before the first that the drafter is less sure of (dspark with such a head).
         prompt_lookup_max, prompt_lookup_min: tokens that must be equal, tried from the longest down (ngram).
         suffix_decoding_max_tree_depth: tokens that are compared at most (suffix).
         suffix_decoding_max_cached_requests: earlier requests that are remembered; 0: none (suffix).
@@ -28,8 +30,10 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         suffix_decoding_min_token_prob: drafts less likely than this, by what was seen, are not made (suffix).
     """
 
-    method: Literal["ngram", "suffix"]
-    num_speculative_tokens: int = 5
+    method: Literal["ngram", "suffix", "dspark", "dflash"]
+    num_speculative_tokens: int | None = None
+    model: str | None = None
+    confidence_threshold: float = 0.0
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
     suffix_decoding_max_tree_depth: int = 24
@@ -57,7 +61,15 @@ def parse_speculative_config(text: str) -> SpeculativeConfig:
 
 
 def _check(config: SpeculativeConfig) -> None:
+    is_block = config.method in {"dspark", "dflash"}
+    if is_block and config.model is None:
+        msg = f'--speculative-config: "{config.method}" needs "model", the directory of a drafter\'s checkpoint'
+        raise UsageError(msg)
+    if not is_block and config.model is not None:
+        msg = f'--speculative-config: "{config.method}" drafts without a model; leave "model" out'
+        raise UsageError(msg)
     bounds: dict[str, tuple[float, float]] = {
+        "confidence_threshold": (0.0, 1.0),
         "num_speculative_tokens": (1, MAX_DRAFTS),
         "prompt_lookup_min": (1, 64),
         "prompt_lookup_max": (config.prompt_lookup_min, 64),
@@ -68,6 +80,6 @@ def _check(config: SpeculativeConfig) -> None:
     }
     for name, (least, most) in bounds.items():
         value = getattr(config, name)
-        if not least <= value <= most:
+        if value is not None and not least <= value <= most:
             msg = f"--speculative-config: {name} is {value}; it must be from {least:g} to {most:g}"
             raise UsageError(msg)

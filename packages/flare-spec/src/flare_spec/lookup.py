@@ -24,9 +24,11 @@ class LookupDrafter:
     """A :class:`flare_core.ports.Drafter`.
 
     Attributes:
+        max_drafts: see the port.
         longest, shortest: tokens that are compared at most, and that must be equal at least.
     """
 
+    max_drafts: int
     longest: int
     shortest: int
     taps: tuple[int, ...] = ()

@@ -34,12 +34,14 @@ class SuffixDrafter:
     """A :class:`flare_core.ports.Drafter`.
 
     Attributes:
+        max_drafts: see the port.
         longest: tokens that are compared at most.
         max_requests: earlier outputs that are remembered.
         drafts_per_match: drafts for each token of a match, at most.
         least_chance: of a draft and all before it together, by what was seen.
     """
 
+    max_drafts: int
     longest: int
     max_requests: int
     drafts_per_match: float

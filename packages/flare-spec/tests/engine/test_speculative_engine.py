@@ -43,18 +43,21 @@ def _one_thread():
 class Guesses:
     """Proposes what a rule says of the tokens so far."""
 
+    max_drafts = 5
+    taps = ()
+
     def __init__(self, rule) -> None:
         self.rule = rule
         self.texts: dict[int, list[int]] = {}
 
-    def start(self, slot: int, token_ids) -> None:
+    def start(self, slot: int, token_ids, params) -> None:
         self.texts[slot] = np.asarray(token_ids).tolist()
 
     def extend(self, slot: int, token_ids: Sequence[int]) -> None:
         self.texts[slot].extend(token_ids)
 
-    def propose(self, slot: int, max_tokens: int) -> Sequence[int]:
-        return self.rule(self.texts[slot], max_tokens)[:max_tokens]
+    def propose(self, slots: Sequence[int], max_tokens: Sequence[int]) -> Sequence[Sequence[int]]:
+        return [self.rule(self.texts[slot], most)[:most] for slot, most in zip(slots, max_tokens, strict=True)]
 
 
 def random_rule(tokens: list[int], max_tokens: int) -> list[int]:
@@ -82,7 +85,8 @@ class Bench:
         world_size = 1 if collectives is None else collectives.world_size
         self.loaded = load_runner(
             model, rank=rank, world_size=world_size, collectives=collectives, page_tokens=PAGE_TOKENS,
-            num_pages=num_pages, max_sequences=8, digest_cache=cache, drafter=drafter,
+            num_pages=num_pages, max_sequences=8, digest_cache=cache,
+            make_drafter=None if drafter is None else lambda _: drafter,
         )  # fmt: skip
         limits = None if drafter is None else SpeculationLimits(5)
         config = SchedulerConfig(
@@ -148,9 +152,13 @@ def texts(found) -> dict[str, list[int]]:
     return {request_id: tokens for request_id, (tokens, _, _) in found.items()}
 
 
+def made(config: str) -> Drafter:
+    return make_drafter(parse_speculative_config(config), target=None)  # lookups know no model
+
+
 DRAFTERS = {
-    "ngram": lambda _: make_drafter(parse_speculative_config('{"method": "ngram", "prompt_lookup_min": 1}')),
-    "suffix": lambda _: make_drafter(parse_speculative_config('{"method": "suffix"}')),
+    "ngram": lambda _: made('{"method": "ngram", "prompt_lookup_min": 1}'),
+    "suffix": lambda _: made('{"method": "suffix"}'),
     "random": lambda _: Guesses(random_rule),
     "foresight": lambda known: Guesses(foresight(known)),
     "mixed": lambda known: Guesses(foresight(known, wrong_every=3)),

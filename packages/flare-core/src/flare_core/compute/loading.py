@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from flare_core.compute.identity import Progress
 from flare_core.compute.kv_memory import KvMemory, geometry_for, pages_for_bytes
 from flare_core.compute.model_config import ModelConfig, read_eos_token_ids
 from flare_core.compute.runner import NUMERICS, TorchRunner
+from flare_core.compute.sharded_model import ShardedModel
 from flare_core.compute.tensor_layout import rank_shard
 from flare_core.compute.weights import load_model
 from flare_core.errors import UsageError
@@ -65,7 +67,7 @@ def load_runner(
     kv_bytes: int | None = None,
     max_sequences: int = 64,
     max_model_len: int | None = None,
-    drafter: Drafter | None = None,
+    make_drafter: Callable[[ShardedModel], Drafter] | None = None,
     digest_cache: Path | None = None,
     progress: Progress | None = None,
 ) -> LoadedRunner:
@@ -73,16 +75,13 @@ def load_runner(
 
     Pages come from ``num_pages`` or from ``kv_bytes`` on the rank with the largest pages; with neither there is
     room for four sequences of ``max_model_len``, which is by default the model's own limit.
-    ``collectives`` may be left out at world size 1 only. Blocks on the disk.
+    ``collectives`` may be left out at world size 1 only; ``make_drafter`` is given the model. Blocks on the disk.
 
     Raises:
         UsageError: settings that do not fit the model (dtype, world size, lengths, memory).
         CheckpointError, UnsupportedModel: the model cannot be read.
     """
-    if dtype not in _DTYPES:
-        raise UsageError(f"dtype {dtype!r} is not known; use {' or '.join(_DTYPES)}")
-    if collectives is None and world_size > 1:
-        raise UsageError(f"world size {world_size} needs collectives")
+    _check(dtype, world_size, collectives)
     checkpoint = open_checkpoint(model_dir, rank, world_size, digest_cache=digest_cache, progress=progress)
     config = checkpoint.config
     length = _model_length(config, max_model_len)
@@ -104,6 +103,7 @@ def load_runner(
     if target.type == "cpu":
         collapse_large_mappings()
     memory = KvMemory.allocate(geometries[rank], num_pages, target)
+    drafter = None if make_drafter is None else make_drafter(model)
     return LoadedRunner(
         runner=TorchRunner(model, memory, _attention(memory), max_sequences=max_sequences, drafter=drafter),
         memory=memory,
@@ -112,6 +112,13 @@ def load_runner(
         identity=_identity(checkpoint.identity, geometries, page_tokens=page_tokens, dtype=dtype, device=target),
         max_model_len=length,
     )
+
+
+def _check(dtype: str, world_size: int, collectives: TensorCollectives | None) -> None:
+    if dtype not in _DTYPES:
+        raise UsageError(f"dtype {dtype!r} is not known; use {' or '.join(_DTYPES)}")
+    if collectives is None and world_size > 1:
+        raise UsageError(f"world size {world_size} needs collectives")
 
 
 def _attention(memory: KvMemory) -> PagedAttention:
