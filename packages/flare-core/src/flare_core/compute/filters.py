@@ -9,10 +9,13 @@ import torch
 
 from flare_core.sampling import SamplingParams
 
-__all__ = ["keep_filtered_"]
+__all__ = ["fixed_point_mass", "keep_filtered_", "nucleus_reached"]
 
 _FIRST_SORT = 1024
 """Values that are sorted first for top-p; a nucleus seldom needs more, and then all are sorted."""
+
+_MASS_ONE = 2.0**40
+"""The mass of the best id. A vocabulary of 2**22 ids sums to less than 2**63."""
 
 
 def keep_filtered_(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> None:
@@ -38,17 +41,31 @@ def _keep_min_p_(scaled: torch.Tensor, params: Sequence[SamplingParams]) -> None
     scaled.masked_fill_(scaled < floor, -math.inf)
 
 
+def fixed_point_mass(scaled: torch.Tensor) -> torch.Tensor:
+    """exp(``scaled``) in units of 2**-40, int64, of float32 values that are at most zero.
+
+    Integers add up to the same sum in any order and grouping, so that a nucleus is the same however the vocabulary is
+    divided over ranks. A float32 of at least 2**-16 is exact in these units; what is cut off less likely ones is not
+    worth an id.
+    """
+    return (scaled.exp() * _MASS_ONE).to(torch.int64)
+
+
+def nucleus_reached(mass: torch.Tensor, total: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+    """Whether cumulative ``mass`` is at least ``top_p`` (float32) of ``total``, both int64; shapes broadcast."""
+    return mass.to(torch.float64) >= top_p.to(torch.float64) * total.to(torch.float64)
+
+
 def _nucleus_sizes(scaled: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """How many of the most likely ids it takes to reach ``top_p`` [R], at least one; int64 [R].
 
     An id belongs to the nucleus while the probability before it is below ``top_p``.
     """
-    total = scaled.logsumexp(dim=-1, keepdim=True)
+    total = fixed_point_mass(scaled).sum(dim=-1, keepdim=True)
     width = min(_FIRST_SORT, scaled.shape[1])
     while True:
         values = torch.topk(scaled, width, dim=-1).values
-        mass = (values - total).exp().cumsum(dim=-1)
-        reached = mass >= top_p.unsqueeze(1)
+        reached = nucleus_reached(fixed_point_mass(values).cumsum(dim=-1), total, top_p.unsqueeze(1))
         if width == scaled.shape[1] or bool(reached.any(dim=-1).all()):
             return ((~reached).sum(dim=-1) + 1).clamp_(max=width)
         width = scaled.shape[1]
