@@ -24,6 +24,7 @@ from flare_core.errors import UsageError
 from flare_core.ports import Drafter
 from flare_spec.config import parse_speculative_config
 from flare_spec.drafters import make_drafter
+from flare_spec.verification.choosing import ShardChooser
 
 __all__ = ["open_torch"]
 
@@ -80,6 +81,7 @@ def open_torch(
         max_sequences=config.max_sequences,
         max_model_len=length,
         make_drafter=_make_drafter(config),
+        make_chooser=ShardChooser,
         digest_cache=default_digest_cache(),
         progress=report,
     )

@@ -22,6 +22,7 @@ from flare_core.testing.checkpoints import make_tiny_checkpoint
 from flare_core.testing.torch_ranks import run_ranks
 from flare_spec.config import parse_speculative_config
 from flare_spec.drafters import make_drafter
+from flare_spec.verification.choosing import ShardChooser
 
 PAGE_TOKENS = 16
 
@@ -86,7 +87,7 @@ class Bench:
         self.loaded = load_runner(
             model, rank=rank, world_size=world_size, collectives=collectives, page_tokens=PAGE_TOKENS,
             num_pages=num_pages, max_sequences=8, digest_cache=cache,
-            make_drafter=None if drafter is None else lambda _: drafter,
+            make_drafter=None if drafter is None else lambda _: drafter, make_chooser=ShardChooser,
         )  # fmt: skip
         limits = None if drafter is None else SpeculationLimits(5)
         config = SchedulerConfig(

@@ -17,7 +17,7 @@ from flare_core.compute.huge_pages import collapse_large_mappings
 from flare_core.compute.identity import Progress
 from flare_core.compute.kv_memory import KvMemory, geometry_for, pages_for_bytes
 from flare_core.compute.model_config import ModelConfig, read_eos_token_ids
-from flare_core.compute.runner import NUMERICS, TorchRunner
+from flare_core.compute.runner import NUMERICS, TokenChooser, TorchRunner
 from flare_core.compute.sharded_model import ShardedModel
 from flare_core.compute.tensor_layout import rank_shard
 from flare_core.compute.weights import load_model
@@ -68,6 +68,7 @@ def load_runner(
     max_sequences: int = 64,
     max_model_len: int | None = None,
     make_drafter: Callable[[ShardedModel], Drafter] | None = None,
+    make_chooser: Callable[[ShardedModel], TokenChooser] | None = None,
     digest_cache: Path | None = None,
     progress: Progress | None = None,
 ) -> LoadedRunner:
@@ -75,7 +76,8 @@ def load_runner(
 
     Pages come from ``num_pages`` or from ``kv_bytes`` on the rank with the largest pages; with neither there is
     room for four sequences of ``max_model_len``, which is by default the model's own limit.
-    ``collectives`` may be left out at world size 1 only; ``make_drafter`` is given the model. Blocks on the disk.
+    ``collectives`` may be left out at world size 1 only. ``make_drafter`` and, on several ranks, ``make_chooser`` are
+    given the model. Blocks on the disk.
 
     Raises:
         UsageError: settings that do not fit the model (dtype, world size, lengths, memory).
@@ -103,9 +105,8 @@ def load_runner(
     if target.type == "cpu":
         collapse_large_mappings()
     memory = KvMemory.allocate(geometries[rank], num_pages, target)
-    drafter = None if make_drafter is None else make_drafter(model)
     return LoadedRunner(
-        runner=TorchRunner(model, memory, _attention(memory), max_sequences=max_sequences, drafter=drafter),
+        runner=_make_runner(model, memory, make_drafter, make_chooser, max_sequences=max_sequences),
         memory=memory,
         config=config,
         eos_token_ids=read_eos_token_ids(model_dir, config),
@@ -121,8 +122,23 @@ def _check(dtype: str, world_size: int, collectives: TensorCollectives | None) -
         raise UsageError(f"world size {world_size} needs collectives")
 
 
-def _attention(memory: KvMemory) -> PagedAttention:
-    return CpuAttention(memory) if memory.views.device.type == "cpu" else GatherAttention(memory)
+def _make_runner(
+    model: ShardedModel,
+    memory: KvMemory,
+    make_drafter: Callable[[ShardedModel], Drafter] | None,
+    make_chooser: Callable[[ShardedModel], TokenChooser] | None,
+    *,
+    max_sequences: int,
+) -> TorchRunner:
+    attention: PagedAttention = CpuAttention(memory) if memory.views.device.type == "cpu" else GatherAttention(memory)
+    return TorchRunner(
+        model,
+        memory,
+        attention,
+        max_sequences=max_sequences,
+        drafter=None if make_drafter is None else make_drafter(model),
+        choose_on_shards=None if make_chooser is None or model.shard.world_size == 1 else make_chooser(model),
+    )
 
 
 def _identity(

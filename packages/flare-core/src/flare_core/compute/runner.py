@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -34,7 +35,7 @@ from flare_core.plan import (
 )
 from flare_core.ports import Drafter
 
-__all__ = ["NUMERICS", "TorchRunner"]
+__all__ = ["NUMERICS", "TokenChooser", "TorchRunner"]
 
 NUMERICS = 1
 """Version of the arithmetic; raised whenever the same model and tokens give other bits in a page."""
@@ -97,6 +98,20 @@ class _TorchStep:
         )
 
 
+class TokenChooser(Protocol):
+    """Chooses tokens from each rank's own logits; every rank calls, and gets the same."""
+
+    def __call__(
+        self, local_logits: torch.Tensor, sequences: Sequence[SampleRow], drafts: Sequence[Sequence[int]]
+    ) -> torch.Tensor:
+        """Ids int64 [rows]: what ``choose_tokens`` gives on the gathered rows.
+
+        ``local_logits`` [rows, ids of this rank] float32, which may be changed, have a row for each sequence's first
+        token to decide, which ``sequences`` tell of, and one behind each of its ``drafts``.
+        """
+        ...
+
+
 class TorchRunner:
     """:class:`flare_core.ports.ModelRunner` on torch. Used by the engine thread only.
 
@@ -104,6 +119,8 @@ class TorchRunner:
         model: the rank's model.
         memory: the rank's pages.
         drafter: guesses for VERIFY runs; without one they are DECODE runs.
+
+    ``choose_on_shards`` spares the gathering of whole rows, where no request of a step wants log-probabilities.
     """
 
     def __init__(
@@ -114,11 +131,13 @@ class TorchRunner:
         *,
         max_sequences: int,
         drafter: Drafter | None = None,
+        choose_on_shards: TokenChooser | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
         self.drafter = drafter
         self._attention = attention
+        self._choose_on_shards = choose_on_shards
         self._device = memory.views.device
         self._slots: list[_Slot | None] = [None] * max_sequences
         self._last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=self._device)
@@ -301,15 +320,20 @@ class TorchRunner:
         self, sampled: Sequence[SampledRows], hidden: Sequence[torch.Tensor]
     ) -> tuple[torch.Tensor, RawLogprobs | None]:
         """The token behind each row; ``hidden`` holds the rows, in groups."""
-        local = [self.model.local_logits(rows) for rows in hidden]
-        logits = self.model.gather_logits(local[0] if len(local) == 1 else torch.cat(local))
+        parts = [self.model.local_logits(rows) for rows in hidden]
+        local = parts[0] if len(parts) == 1 else torch.cat(parts)
+        states = [self._slot(each.run.slot).sampling for each in sampled]
+        wants_logprobs = any(state.params.logprobs is not None for state in states)
+        if self._choose_on_shards is not None and not wants_logprobs:
+            firsts = [SampleRow(state, each.run.start + 1) for state, each in zip(states, sampled, strict=True)]
+            return self._choose_on_shards(local, firsts, [each.drafts for each in sampled]), None
+        logits = self.model.gather_logits(local)
         # The token being decided stands behind the one that was computed.
         rows = [
-            SampleRow(self._slot(each.run.slot).sampling, position + 1, each.drafts[:index])
-            for each in sampled
+            SampleRow(state, position + 1, each.drafts[:index])
+            for state, each in zip(states, sampled, strict=True)
             for index, position in enumerate(each.positions)
         ]
-        wants_logprobs = any(row.state.params.logprobs is not None for row in rows)
         raw_logits = clean_(logits.clone()) if wants_logprobs else None
         tokens = choose_tokens(logits, rows)
         return tokens, None if raw_logits is None else raw_logprobs(raw_logits, tokens)
