@@ -1,6 +1,6 @@
 """Whatever is drafted, what verification emits is distributed as the target; and the test sees known bugs.
 
-``FLARE_TEST_VERIFICATION_DRAWS`` sets the draws of each test (20,000 without it; 1,000,000 take hours).
+``FLARE_TEST_VERIFICATION_DRAWS`` sets the draws of each test (16,000 without it; 1,000,000 take hours).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from flare_spec.verification import filters, ratio
 from flare_spec.verification.proposals import Candidates, Dense, OneHot
 from flare_spec.verification.ratio import verify_ratio
 from flare_spec.verification.rows import DraftBatch
-from flare_spec.verification.testing import goodness_of_fit, spans_of
+from flare_spec.verification.testing import connect_threads, goodness_of_fit, spans_of
 
 VOCAB = 64
 NUM_POSITIONS = 3
@@ -30,7 +30,7 @@ NUM_CLASSES = 4
 PROMPT = (9, 30, 7)
 CPU = torch.device("cpu")
 NUM_CANDIDATES = 16
-CHUNK = 20_000
+CHUNK = 16_000
 FILTERS = {
     "temperature": {"temperature": 0.8},
     "top-k": {"top_k": 9},
@@ -144,7 +144,7 @@ def sample_row(seed, outputs, name):
     return SampleRow(state, len(known))
 
 
-def verify_once(outputs, seeds, *, name, form, widths, trim=None, draft_logits=None, **options):
+def verify_once(outputs, seeds, *, name, form, widths, trim=None, draft_logits=None, groups=None, **options):
     """One round of drafting and verification for sequences with ``outputs``: the tokens that each gets, lists."""
     rows = [sample_row(seed, own, name) for seed, own in zip(seeds, outputs, strict=True)]
     last = torch.tensor([own[-1] if own else PROMPT[-1] for own in outputs])
@@ -159,6 +159,7 @@ def verify_once(outputs, seeds, *, name, form, widths, trim=None, draft_logits=N
     spans = spans_of(widths)
 
     def body(rank, collectives):
+        collectives = groups[rank] if groups else collectives
         own = slice(spans[rank].start, spans[rank].stop)
         part = Dense(proposal.logits[:, :, own]) if isinstance(proposal, Dense) else proposal
         return verify_ratio(
@@ -216,6 +217,14 @@ def test_emitted_tokens_are_distributed_as_the_target_and_equal_at_every_world_s
         assert np.array_equal(again, tokens[:num_draws])
         tokens = again
     assert min(chances(tokens, expected_joint(name))) > LEAST_CHANCE
+
+
+@pytest.mark.parametrize("name", FILTERS)
+def test_ranks_over_gloo_draw_the_same(name):
+    asked = os.environ.get("FLARE_TEST_VERIFICATION_DRAWS")
+    num_draws = min(int(asked), 100_000) if asked else 2000
+    again = draw(num_draws, name=name, form="dense", widths=WIDTHS[2], max_candidates=24, groups=connect_threads(2))
+    assert np.array_equal(again, alone(name, "dense", int(asked or CHUNK))[:num_draws])
 
 
 def caught(num_draws=6000, **how):

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 
-from flare_core.compute.collectives import connect_collectives
 from flare_core.compute.sampling_state import SampleRow, start_sampling
 from flare_core.keys import token_array
 from flare_core.sampling import SamplingParams
@@ -17,7 +14,7 @@ from flare_spec.verification.coupled import verify_coupled
 from flare_spec.verification.proposals import Candidates, Dense, OneHot
 from flare_spec.verification.ratio import verify_ratio
 from flare_spec.verification.rows import DraftBatch
-from flare_spec.verification.testing import CountingCollectives
+from flare_spec.verification.testing import CountingCollectives, connect_threads
 
 CPU = torch.device("cpu")
 NUM_SEQUENCES, NUM_DRAFTS = 4, 5
@@ -94,64 +91,17 @@ def test_the_exact_way_behind_a_failed_certificate_does_not_grow_either(world_si
     assert {c.received_bytes for c in counted} == {(NUM_ROWS * (16 + 8) + NUCLEUS_BYTES) * (world_size - 1) + beyond}
 
 
-class Table:
-    """A :class:`flare_core.ports.KeyValue` for threads."""
-
-    def __init__(self):
-        self._values, self._changed = {}, threading.Condition()
-
-    def set(self, key, value):
-        with self._changed:
-            self._values[key] = value
-            self._changed.notify_all()
-
-    def get(self, key, *, timeout_seconds):
-        self.wait([key], timeout_seconds=timeout_seconds)
-        return self._values[key]
-
-    def add(self, key, amount):
-        with self._changed:
-            total = int(self._values.get(key, b"0")) + amount
-            self._values[key] = str(total).encode()
-            self._changed.notify_all()
-            return total
-
-    def wait(self, keys, *, timeout_seconds):
-        with self._changed:
-            if not self._changed.wait_for(lambda: self.check(keys), timeout_seconds):
-                raise TimeoutError(f"no value for {keys}")
-
-    def check(self, keys):
-        return all(key in self._values for key in keys)
-
-    def compare_set(self, key, expected, desired):
-        with self._changed:
-            if self._values.get(key, b"") == expected:
-                self._values[key] = desired
-            return self._values.get(key, b"")
-
-    def delete(self, key):
-        return self._values.pop(key, None) is not None
-
-    def num_keys(self):
-        return len(self._values)
-
-
 @pytest.mark.parametrize("rule", ["coupled", "ratio"])
 def test_ranks_over_gloo_decide_what_ranks_as_threads_decide(rule):
     """Filters with a certificate and without one, penalties, and every type that is sent."""
-    table = Table()
+    groups = connect_threads(2)
     drawn = [
         case(8192, {"repetition_penalty": 1.2, "top_k": 300, **NUCLEUS}, "dense"),
         case(8192, {"temperature": 20.0, "top_p": 0.8}, "candidates"),
         case(8192, {"temperature": 0.0}, "one-hot"),
     ]
 
-    def over_gloo(rank, _):
-        comm = connect_collectives(table, rank=rank, world_size=2, device=CPU, bind_address="127.0.0.1")
-        return [verify(rule, item, comm)[0] for item in drawn]
-
-    got = run_ranks(2, over_gloo)
+    got = run_ranks(2, lambda rank, _: [verify(rule, item, groups[rank])[0] for item in drawn])
     expected = run_ranks(2, lambda rank, comm: [verify(rule, item, comm)[0] for item in drawn])
     for of_rank in got:
         for one, other in zip(of_rank, expected[0], strict=True):
