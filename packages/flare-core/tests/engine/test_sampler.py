@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from flare_core.compute import philox
 from flare_core.compute.logprobs import LEAST_LOGPROB, raw_logprobs
 from flare_core.compute.philox import gumbel, philox4x32
 from flare_core.compute.sampler import choose_tokens, clean_
@@ -103,6 +104,14 @@ def test_noise_is_philox_by_seed_position_and_id():
     for got, seed, position, token in zip(gumbel(seeds, positions, ids), seeds, positions, ids, strict=True):
         expected = scalar_gumbel(int(seed) % (1 << 64), int(position), int(token))
         assert float(got) == pytest.approx(expected, rel=1e-5)
+
+
+def test_an_id_without_a_rival_wins_by_the_worst_noise_too(monkeypatch):
+    """A word of all ones makes u round to 1: once in 30 million tokens, here every time."""
+    monkeypatch.setattr(philox, "philox4x32", lambda counter, key: [(1 << 32) - 1 + 0 * word for word in counter])
+    logits = torch.zeros(1, VOCAB)
+    logits[0, 30] = 1.0
+    assert choose_tokens(logits, [row(params(top_k=1))]).tolist() == [30]
 
 
 FEATURES = {

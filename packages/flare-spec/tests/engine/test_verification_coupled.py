@@ -141,7 +141,7 @@ def draft_what_comes(logits, sequences, keep):
     return redrafted
 
 
-@settings(max_examples=250)
+@settings(max_examples=100)
 @given(
     st.lists(st.tuples(sequence, st.integers(0, 5)), min_size=1, max_size=6),
     widths,

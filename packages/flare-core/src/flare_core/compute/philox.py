@@ -34,6 +34,8 @@ _MULTIPLIER_1 = 0xCD9E8D57
 _WEYL_0 = 0x9E3779B9
 _WEYL_1 = 0xBB67AE85
 _ROUNDS = 10
+_LEAST_GUMBEL = -3.0
+"""Below G of the greatest float32 under 1, which is -2.81."""
 
 
 def philox4x32(
@@ -63,7 +65,8 @@ def gumbel(
     """Gumbel noise, float32, one value for each (seed, position, id, stream); int64 tensors of shapes that broadcast.
 
     ``seeds`` holds 64-bit keys as two's complement. With u = (x + 1/2) / 2**32, G = -log(-log1p(-u)): the
-    resolution lies at u near 0, where winners come from. A u that rounds to 1 gives -inf, which is harmless.
+    resolution lies at u near 0, where winners come from. A u that rounds to 1 gives -3, just below the least other
+    value, so that an id without a rival wins still.
     """
     words = _words(seeds, positions, token_ids >> 2, stream)
     lane = (token_ids & 3).expand_as(words[0])
@@ -100,4 +103,4 @@ def _words(
 
 def _gumbel_of(bits: torch.Tensor) -> torch.Tensor:
     uniform_values = ((bits.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32)
-    return -torch.log(-torch.log1p(-uniform_values))
+    return (-torch.log(-torch.log1p(-uniform_values))).clamp_(min=_LEAST_GUMBEL)

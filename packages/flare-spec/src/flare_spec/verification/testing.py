@@ -1,18 +1,22 @@
-"""For tests and measurements of verification: counted collectives, vocabularies divided at will, chi-squared tests."""
+"""For tests and measurements of verification: counted collectives, gloo between threads, divided vocabularies,
+chi-squared tests.
+"""
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from flare_core.compute.collectives import TensorCollectives
+from flare_core.compute.collectives import TensorCollectives, connect_collectives
 from flare_core.sharding import Span
+from flare_core.testing.torch_ranks import run_ranks
 
-__all__ = ["CountingCollectives", "chi_squared_p_value", "goodness_of_fit", "spans_of"]
+__all__ = ["CountingCollectives", "chi_squared_p_value", "connect_threads", "goodness_of_fit", "spans_of"]
 
 _LEAST_EXPECTED = 5.0
 """Cells with fewer expected draws are counted together."""
@@ -45,6 +49,61 @@ class CountingCollectives:
         self.num_collectives += 1
         self.received_bytes += tensor.nbytes * (self.world_size - 1)
         return self._inner.all_gather(tensor)
+
+
+class _ThreadTable:
+    """A :class:`flare_core.ports.KeyValue` for threads of one process."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, bytes] = {}
+        self._changed = threading.Condition()
+
+    def set(self, key: str, value: bytes) -> None:
+        with self._changed:
+            self._values[key] = value
+            self._changed.notify_all()
+
+    def get(self, key: str, *, timeout_seconds: float) -> bytes:
+        self.wait([key], timeout_seconds=timeout_seconds)
+        return self._values[key]
+
+    def add(self, key: str, amount: int) -> int:
+        with self._changed:
+            total = int(self._values.get(key, b"0")) + amount
+            self._values[key] = str(total).encode()
+            self._changed.notify_all()
+            return total
+
+    def wait(self, keys: Sequence[str], *, timeout_seconds: float) -> None:
+        with self._changed:
+            if not self._changed.wait_for(lambda: self.check(keys), timeout_seconds):
+                raise TimeoutError(f"no value for {keys}")
+
+    def check(self, keys: Sequence[str]) -> bool:
+        return all(key in self._values for key in keys)
+
+    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        with self._changed:
+            if self._values.get(key, b"") == expected:
+                self._values[key] = desired
+            return self._values.get(key, b"")
+
+    def delete(self, key: str) -> bool:
+        return self._values.pop(key, None) is not None
+
+    def num_keys(self) -> int:
+        return len(self._values)
+
+
+def connect_threads(world_size: int) -> list[TensorCollectives]:
+    """Collectives by rank over gloo on the loopback address, for threads of this process; blocks until all are up."""
+    table = _ThreadTable()
+    return run_ranks(
+        world_size,
+        lambda rank, _: connect_collectives(
+            table, rank=rank, world_size=world_size, device=torch.device("cpu"), bind_address="127.0.0.1"
+        ),
+    )
 
 
 def spans_of(widths: Sequence[int]) -> list[Span]:
