@@ -85,6 +85,15 @@ def test_suffix_decoding_remembers_what_earlier_requests_said() -> None:
     assert list(drafter.propose([1], [8])[0]) == []  # only the last two outputs are remembered
 
 
+def test_by_default_nothing_of_one_request_is_drafted_for_another() -> None:
+    drafter = make_drafter(parse_speculative_config('{"method": "suffix"}'), target=None)
+    drafter.start(0, ids([1, 2]), PARAMS)
+    drafter.extend(0, [3, 4, 5])
+    drafter.start(0, ids([1, 2, 3]), PARAMS)
+    drafter.start(1, ids([2, 3]), PARAMS)
+    assert [list(drafts) for drafts in drafter.propose([0, 1], [4, 4])] == [[], []]
+
+
 def test_slots_do_not_see_each_other() -> None:
     drafter = make_drafter(parse_speculative_config('{"method": "ngram"}'), target=None)
     drafter.start(0, ids([1, 2, 3, 1, 2]), PARAMS)

@@ -25,7 +25,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         confidence_threshold: drafts end before the first that the drafter is less sure of (dspark with such a head).
         prompt_lookup_max, prompt_lookup_min: tokens that must be equal, tried from the longest down (ngram).
         suffix_decoding_max_tree_depth: tokens that are compared at most (suffix).
-        suffix_decoding_max_cached_requests: earlier requests that are remembered; 0: none (suffix).
+        suffix_decoding_max_cached_requests: earlier outputs that are remembered, whoever asked; how many drafts are
+            right then tells one tenant of another's answers, so that by default there are none (suffix).
         suffix_decoding_max_spec_factor: drafts for each token that was equal, at most (suffix).
         suffix_decoding_min_token_prob: drafts less likely than this, by what was seen, are not made (suffix).
     """
@@ -37,7 +38,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     prompt_lookup_max: int = 5
     prompt_lookup_min: int = 2
     suffix_decoding_max_tree_depth: int = 24
-    suffix_decoding_max_cached_requests: int = 256
+    suffix_decoding_max_cached_requests: int = 0
     suffix_decoding_max_spec_factor: float = 1.0
     suffix_decoding_min_token_prob: float = 0.1
 
