@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -60,8 +62,10 @@ def test_the_likelier_sequence_gets_the_rows() -> None:
 def test_a_sequence_without_drafts_is_tried_again() -> None:
     planner = DraftPlanner(SpeculationLimits(5), costs=costs(r1=0.010, r2=0.020))
     hopeless = estimate(0.01)
-    tried = [planner.lengths([(hopeless, 9)])[0] for _ in range(100)]
-    assert 2 <= sum(length > 0 for length in tried) <= 4
+    tried = [step for step in range(2000) if planner.lengths([(hopeless, 9)])[0]]
+    assert 5 <= len(tried) <= 8
+    gaps = [later - earlier for earlier, later in itertools.pairwise(tried)]
+    assert gaps == sorted(gaps)
 
 
 def test_an_estimate_follows_what_is_seen_and_an_empty_proposal_says_nothing() -> None:

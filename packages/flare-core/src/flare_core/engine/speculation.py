@@ -19,8 +19,9 @@ _PRIOR_ACCEPTED = 1.4
 _PRIOR_DRAFTED = 2.0
 _MEMORY = 0.8
 """Of an estimate, for each step that verified drafts: it follows a text that changes its kind."""
-_PROBE_STEPS = 32
-"""A sequence without drafts is tried again after as many steps."""
+_FIRST_PROBE, _LAST_PROBE = 16, 512
+"""A sequence without drafts is tried again after as many steps, and after twice as many each time in vain: where
+drafting never pays, what trying costs is soon nothing."""
 _PROBE_TOKENS = 2
 _FASTER_WEIGHT, _SLOWER_WEIGHT = 0.5, 0.05
 """Of a measured step: what makes one slower is mostly something else on the machine, and soon over."""
@@ -50,6 +51,7 @@ class AcceptanceEstimate:
     num_accepted: float = _PRIOR_ACCEPTED
     num_decided: float = _PRIOR_DRAFTED
     num_idle_steps: int = 0
+    probe_after: int = _FIRST_PROBE
 
     @property
     def rate(self) -> float:
@@ -60,7 +62,6 @@ class AcceptanceEstimate:
         """A step has verified ``num_drafts``; what stands behind the first refused one says nothing."""
         if not num_drafts:
             return
-        self.num_idle_steps = 0
         self.num_accepted = _MEMORY * self.num_accepted + num_accepted
         self.num_decided = _MEMORY * self.num_decided + num_accepted + (num_accepted < num_drafts)
 
@@ -138,9 +139,10 @@ class DraftPlanner:
         """What is not drafted for is tried again now and then: texts change."""
         for index, (estimate, _) in enumerate(sequences):
             if lengths[index]:
+                estimate.num_idle_steps, estimate.probe_after = 0, _FIRST_PROBE
                 continue
             estimate.num_idle_steps += 1
             room = self.limits.max_rows - len(lengths) - sum(lengths)
-            if estimate.num_idle_steps >= _PROBE_STEPS:
-                lengths[index] = max(0, min(_PROBE_TOKENS, most[index], room))
-                estimate.num_idle_steps = 0 if lengths[index] else estimate.num_idle_steps
+            if estimate.num_idle_steps >= estimate.probe_after and min(most[index], room) > 0:
+                lengths[index] = min(_PROBE_TOKENS, most[index], room)
+                estimate.num_idle_steps, estimate.probe_after = 0, min(_LAST_PROBE, 2 * estimate.probe_after)
