@@ -19,12 +19,9 @@ from flare_core.compute.identity import default_digest_cache
 from flare_core.compute.kv_memory import geometry_for
 from flare_core.compute.loading import LoadedRunner, load_runner
 from flare_core.compute.model_config import read_config
-from flare_core.compute.sharded_model import ShardedModel
 from flare_core.errors import UsageError
-from flare_core.ports import Drafter
 from flare_spec.config import parse_speculative_config
-from flare_spec.drafters import make_drafter
-from flare_spec.verification.choosing import ShardChooser
+from flare_spec.drafters import make_chooser, make_drafter
 
 __all__ = ["open_torch"]
 
@@ -61,6 +58,7 @@ def open_torch(
     num_pages = agree_pages(
         num_pages_for(config.kv_memory, geometries, default_bytes=default_bytes, capacity_bytes=_capacity_bytes(device))
     )
+    speculative = None if config.speculative_config is None else parse_speculative_config(config.speculative_config)
     collectives = connect_collectives(
         group.key_value(),
         rank=config.rank,
@@ -80,8 +78,8 @@ def open_torch(
         num_pages=num_pages,
         max_sequences=config.max_sequences,
         max_model_len=length,
-        make_drafter=_make_drafter(config),
-        make_chooser=ShardChooser,
+        make_drafter=None if speculative is None else lambda target: make_drafter(speculative, target),
+        make_chooser=lambda target, drafter: make_chooser(speculative, target, drafter),
         digest_cache=default_digest_cache(),
         progress=report,
     )
@@ -104,13 +102,6 @@ def _described(loaded: LoadedRunner, directory: Path, *, device: str, dtype: str
             pool_fact(num_pages, loaded.identity),
         ),
     )
-
-
-def _make_drafter(config: RunConfig) -> Callable[[ShardedModel], Drafter] | None:
-    if config.speculative_config is None:
-        return None
-    speculative = parse_speculative_config(config.speculative_config)
-    return lambda target: make_drafter(speculative, target)
 
 
 def _device(config: RunConfig) -> str:

@@ -21,6 +21,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         method: ``ngram``: what followed the last tokens before, in the prompt or the output; ``suffix``: what followed
             them most often, in this and in earlier requests; ``dspark`` and ``dflash``: a block drafter's checkpoint.
         num_speculative_tokens: drafts of a sequence in a step, at most; None: 5, or what a drafter was trained for.
+        rejection_sample_method: ``coupled``: a draft is kept where sampling would choose it anyway, and texts are those
+            without drafts; ``standard``: by rejection sampling, which keeps more and has the same distribution.
         model: directory of the drafter's checkpoint (dspark, dflash).
         confidence_threshold: drafts end before the first that the drafter is less sure of (dspark with such a head).
         prompt_lookup_max, prompt_lookup_min: tokens that must be equal, tried from the longest down (ngram).
@@ -33,6 +35,7 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     method: Literal["ngram", "suffix", "dspark", "dflash"]
     num_speculative_tokens: int | None = None
+    rejection_sample_method: Literal["coupled", "standard"] = "coupled"
     model: str | None = None
     confidence_threshold: float = 0.0
     prompt_lookup_max: int = 5

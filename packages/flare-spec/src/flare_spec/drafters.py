@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from flare_core.ports import Drafter
 from flare_spec.config import SpeculativeConfig
@@ -11,10 +11,12 @@ from flare_spec.lookup import LookupDrafter
 from flare_spec.suffix import SuffixDrafter
 
 if TYPE_CHECKING:
+    from flare_core.compute.choosing import TokenChooser
     from flare_core.compute.sharded_model import ShardedModel
     from flare_spec.dspark.drafter import BlockDrafter
+    from flare_spec.verification.choosing import ProposingDrafter
 
-__all__ = ["make_drafter"]
+__all__ = ["make_chooser", "make_drafter"]
 
 _DEFAULT_DRAFTS = 5
 
@@ -41,7 +43,18 @@ def make_drafter(config: SpeculativeConfig, target: ShardedModel) -> Drafter:
             return _block_drafter(config, target)
 
 
+def make_chooser(config: SpeculativeConfig | None, target: ShardedModel, drafter: Drafter | None) -> TokenChooser:
+    """How tokens are chosen, with ``drafter``, which was made from ``config``, or without one."""
+    from flare_spec.verification.choosing import RatioChooser, coupled_chooser
+
+    if config is None or config.rejection_sample_method == "coupled":
+        return coupled_chooser(target, drafter)
+    proposes = config.method in {"dspark", "dflash"}
+    return RatioChooser(target, cast("ProposingDrafter", drafter) if proposes else None)
+
+
 def _block_drafter(config: SpeculativeConfig, target: ShardedModel) -> BlockDrafter:
+    from flare_core.compute.philox import STREAM_DRAFT, STREAM_SAMPLE
     from flare_spec.dspark.config import drafted_tokens
     from flare_spec.dspark.drafter import BlockDrafter
     from flare_spec.dspark.weights import load_block_draft
@@ -49,4 +62,5 @@ def _block_drafter(config: SpeculativeConfig, target: ShardedModel) -> BlockDraf
     weights = target.embedding
     draft = load_block_draft(Path(config.model or ""), target.config, dtype=weights.dtype, device=weights.device)
     num_drafts = drafted_tokens(draft.config, config.num_speculative_tokens)
-    return BlockDrafter(draft, target, num_drafts, threshold=config.confidence_threshold)
+    stream = STREAM_SAMPLE if config.rejection_sample_method == "coupled" else STREAM_DRAFT
+    return BlockDrafter(draft, target, num_drafts, stream=stream, threshold=config.confidence_threshold)

@@ -22,10 +22,9 @@ from flare_core.sampling import SamplingParams
 from flare_core.testing.checkpoints import make_tiny_checkpoint
 from flare_core.testing.torch_ranks import run_ranks
 from flare_spec.config import parse_speculative_config
-from flare_spec.drafters import make_drafter
+from flare_spec.drafters import make_chooser, make_drafter
 from flare_spec.dspark.drafter import BlockDrafter
 from flare_spec.dspark.testing import flat_draft_config, make_draft_checkpoint
-from flare_spec.verification.choosing import ShardChooser
 
 PAGE_TOKENS = 16
 NUM_PAGES = 200
@@ -104,10 +103,12 @@ class Bench:
             self.witness = Witness(make_drafter(parse_speculative_config(config or ""), target))
             return self.witness
 
+        parsed = None if config is None else parse_speculative_config(config)
         self.loaded = load_runner(
             model, rank=rank, world_size=1 if collectives is None else collectives.world_size, collectives=collectives,
             page_tokens=PAGE_TOKENS, num_pages=NUM_PAGES, max_sequences=8, digest_cache=cache,
-            make_drafter=None if config is None else witnessed, make_chooser=ShardChooser,
+            make_drafter=None if config is None else witnessed,
+            make_chooser=lambda target, witness: make_chooser(parsed, target, getattr(witness, "inner", None)),
         )  # fmt: skip
         limits = None if self.witness is None else SpeculationLimits(self.witness.max_drafts)
         self.scheduler = Scheduler(
@@ -189,6 +190,24 @@ def test_a_restored_prefix_is_not_attended_to(model, draft, tmp_path) -> None:
     bench.serve(again)
     firsts = {first for _, _, first, _ in bench.witness.proposals}
     assert firsts == {len(request[0].token_ids) // 4 - 1}
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_rejection_sampling_keeps_greedy_texts_and_ranks_agree(model, draft, tmp_path, world_size) -> None:
+    config = config_of(draft, rejection_sample_method='"standard"')
+    greedy, sampled = make_requests(2), make_requests(3, temperature=0.9, top_p=0.9, logprobs=2)
+    plain = Bench(model, tmp_path / "d", None).serve(greedy)
+
+    def one(rank, collectives):
+        bench = Bench(model, tmp_path / "d", config, ranks=(rank, collectives))
+        return bench.serve(greedy), bench.serve(sampled), bench.scheduler.snapshot().draft_tokens
+
+    results = [one(0, None)] if world_size == 1 else run_ranks(world_size, one)
+    assert all(result == results[0] for result in results)
+    texts, others, num_drafts = results[0]
+    assert texts == plain
+    assert all(len(tokens) == 20 for tokens in others.values())
+    assert num_drafts > 40
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

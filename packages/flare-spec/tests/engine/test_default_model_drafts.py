@@ -25,7 +25,7 @@ from flare_core.sampling import SamplingParams
 from flare_core.testing.torch_ranks import run_ranks
 from flare_spec.config import parse_speculative_config
 from flare_spec.drafters import make_drafter
-from flare_spec.verification.choosing import ShardChooser
+from flare_spec.verification.choosing import coupled_chooser
 
 MODEL = Path.home() / ".cache/flare/models/smollm2-135m-instruct"
 IS_LONG = os.environ.get("FLARE_TEST_LONG") == "1"
@@ -84,7 +84,7 @@ def serve(config: str | None, *, temperature: float, ranks=(0, None)) -> tuple[d
     rank, collectives = ranks
     loaded = load_runner(
         MODEL, rank=rank, world_size=1 if collectives is None else collectives.world_size, collectives=collectives,
-        num_pages=64, max_sequences=BATCH, max_model_len=512, make_chooser=ShardChooser,
+        num_pages=64, max_sequences=BATCH, max_model_len=512, make_chooser=coupled_chooser,
         make_drafter=None if config is None else lambda target: make_drafter(parse_speculative_config(config), target),
     )  # fmt: skip
     drafter = loaded.runner.drafter

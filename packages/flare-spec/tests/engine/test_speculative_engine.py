@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from flare_core.testing.checkpoints import make_tiny_checkpoint
 from flare_core.testing.torch_ranks import run_ranks
 from flare_spec.config import parse_speculative_config
 from flare_spec.drafters import make_drafter
-from flare_spec.verification.choosing import ShardChooser
+from flare_spec.verification.choosing import RatioChooser, coupled_chooser
 
 PAGE_TOKENS = 16
 
@@ -81,13 +82,16 @@ def foresight(known: list[list[int]], *, wrong_every: int = 0):
 class Bench:
     """One engine and what it says."""
 
-    def __init__(self, model: Path, cache: Path, drafter: Drafter | None, *, num_pages: int = 200, ranks=None) -> None:
+    def __init__(
+        self, model: Path, cache: Path, drafter: Drafter | None, *, num_pages: int = 200, ranks=None,
+        chooser=coupled_chooser,
+    ) -> None:  # fmt: skip
         rank, collectives = ranks or (0, None)
         world_size = 1 if collectives is None else collectives.world_size
         self.loaded = load_runner(
             model, rank=rank, world_size=world_size, collectives=collectives, page_tokens=PAGE_TOKENS,
             num_pages=num_pages, max_sequences=8, digest_cache=cache,
-            make_drafter=None if drafter is None else lambda _: drafter, make_chooser=ShardChooser,
+            make_drafter=None if drafter is None else lambda _: drafter, make_chooser=chooser,
         )  # fmt: skip
         limits = None if drafter is None else SpeculationLimits(5)
         config = SchedulerConfig(
@@ -194,6 +198,38 @@ def test_a_drafter_changes_no_text(model, tmp_path, drafter, settings) -> None:
         assert 0 < accepted < drafted
     if drafter == "none":
         assert drafted == 0
+
+
+@pytest.mark.parametrize("settings", ["greedy", "greedy penalties"])
+@pytest.mark.parametrize("drafter", ["ngram", "random", "mixed"])
+def test_rejection_sampling_keeps_greedy_texts(model, tmp_path, drafter, settings) -> None:
+    asked = requests(3, **SETTINGS[settings])
+    plain = texts(Bench(model, tmp_path / "d", None).serve(asked))
+    known = [np.frombuffer(r.token_ids, dtype="<u4").tolist() + plain[r.request_id] for r in asked]
+    bench = Bench(model, tmp_path / "d", DRAFTERS[drafter](known), chooser=lambda target, _: RatioChooser(target, None))
+    assert texts(bench.serve(asked)) == plain
+
+
+def test_rejection_sampling_draws_what_sampling_draws(model, tmp_path) -> None:
+    """The second token of 600 seeds, for which one id is always drafted: each id as often as without drafts."""
+    prompt = requests(1)[0].token_ids
+    params = {"temperature": 0.5, "top_k": 4, "max_tokens": 3}
+    asked = [
+        EngineRequest(request_id=str(seed), token_ids=prompt, params=SamplingParams(seed=seed, **params))
+        for seed in range(600)
+    ]
+    plain = texts(Bench(model, tmp_path / "d", None).serve(asked))
+    likely = Counter(tokens[1] for tokens in plain.values()).most_common(1)[0][0]
+    drafter = Guesses(lambda tokens, max_tokens: [likely])
+    bench = Bench(model, tmp_path / "d", drafter, chooser=lambda target, _: RatioChooser(target, None))
+    drafted = texts(bench.serve(asked))
+    assert bench.scheduler.snapshot().draft_tokens == 600
+    assert 0 < bench.scheduler.snapshot().accepted_tokens < 600
+    counts = [Counter(tuple(tokens[:2]) for tokens in found.values()) for found in (plain, drafted)]
+    # Two samples of one distribution: chi-square of their difference, by pairs that are frequent enough.
+    pairs = [pair for pair in counts[0] | counts[1] if counts[0][pair] + counts[1][pair] >= 16]
+    statistic = sum((counts[0][p] - counts[1][p]) ** 2 / (counts[0][p] + counts[1][p]) for p in pairs)
+    assert statistic < len(pairs) + 5 * (2 * len(pairs)) ** 0.5
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -12,12 +12,13 @@ from flare_core.compute.attention import PagedAttention
 from flare_core.compute.attention_cpu import CpuAttention
 from flare_core.compute.attention_cuda import GatherAttention
 from flare_core.compute.checkpoint import open_checkpoint
+from flare_core.compute.choosing import TokenChooser
 from flare_core.compute.collectives import SingleRank, TensorCollectives
 from flare_core.compute.huge_pages import collapse_large_mappings
 from flare_core.compute.identity import Progress
 from flare_core.compute.kv_memory import KvMemory, geometry_for, pages_for_bytes
 from flare_core.compute.model_config import ModelConfig, read_eos_token_ids
-from flare_core.compute.runner import NUMERICS, TokenChooser, TorchRunner
+from flare_core.compute.runner import NUMERICS, TorchRunner
 from flare_core.compute.sharded_model import ShardedModel
 from flare_core.compute.tensor_layout import rank_shard
 from flare_core.compute.weights import load_model
@@ -68,7 +69,7 @@ def load_runner(
     max_sequences: int = 64,
     max_model_len: int | None = None,
     make_drafter: Callable[[ShardedModel], Drafter] | None = None,
-    make_chooser: Callable[[ShardedModel], TokenChooser] | None = None,
+    make_chooser: Callable[[ShardedModel, Drafter | None], TokenChooser] | None = None,
     digest_cache: Path | None = None,
     progress: Progress | None = None,
 ) -> LoadedRunner:
@@ -76,8 +77,8 @@ def load_runner(
 
     Pages come from ``num_pages`` or from ``kv_bytes`` on the rank with the largest pages; with neither there is
     room for four sequences of ``max_model_len``, which is by default the model's own limit.
-    ``collectives`` may be left out at world size 1 only. ``make_drafter`` and, on several ranks, ``make_chooser`` are
-    given the model. Blocks on the disk.
+    ``collectives`` may be left out at world size 1 only. ``make_drafter`` and ``make_chooser`` are given the model, and
+    the latter the drafter. Blocks on the disk.
 
     Raises:
         UsageError: settings that do not fit the model (dtype, world size, lengths, memory).
@@ -126,19 +127,14 @@ def _make_runner(
     model: ShardedModel,
     memory: KvMemory,
     make_drafter: Callable[[ShardedModel], Drafter] | None,
-    make_chooser: Callable[[ShardedModel], TokenChooser] | None,
+    make_chooser: Callable[[ShardedModel, Drafter | None], TokenChooser] | None,
     *,
     max_sequences: int,
 ) -> TorchRunner:
     attention: PagedAttention = CpuAttention(memory) if memory.views.device.type == "cpu" else GatherAttention(memory)
-    return TorchRunner(
-        model,
-        memory,
-        attention,
-        max_sequences=max_sequences,
-        drafter=None if make_drafter is None else make_drafter(model),
-        choose_on_shards=None if make_chooser is None or model.shard.world_size == 1 else make_chooser(model),
-    )
+    drafter = None if make_drafter is None else make_drafter(model)
+    choose = None if make_chooser is None else make_chooser(model, drafter)
+    return TorchRunner(model, memory, attention, max_sequences=max_sequences, drafter=drafter, choose=choose)
 
 
 def _identity(

@@ -1,27 +1,27 @@
 """Executes step plans on one rank: slots, page tables, forward passes, sampling.
 
 Decides nothing. The runner keeps each slot's last token on the device, so that a plan may be launched before the
-previous step's tokens are known to anyone. With a drafter it reads them at once, and accepts the drafts that are what
+previous step's tokens are known to anyone. With a drafter it reads them at once, and keeps the drafts that are what
 sampling chooses anyway: the text is the one without a drafter (the coupled rule, Daliri, Musco and Suresh 2024,
-arXiv:2408.07978).
+arXiv:2408.07978), unless the chooser says itself how many are kept.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 import torch
 
 from flare_core.compute.attention import BatchRow, ChunkGroup, PagedAttention
+from flare_core.compute.choosing import Chosen, GatheredRows, TokenChooser
 from flare_core.compute.half_weights import MAX_ROWS
 from flare_core.compute.kv_memory import KvMemory
 from flare_core.compute.logprobs import RawLogprobs, raw_logprobs
-from flare_core.compute.sampled_rows import SampledRows, accepted_rows, plan_order
-from flare_core.compute.sampler import choose_tokens, clean_
-from flare_core.compute.sampling_state import SampleRow, SlotSampling, start_sampling
+from flare_core.compute.sampled_rows import SampledRows, accepted_rows, counted_rows, plan_order
+from flare_core.compute.sampler import clean_
+from flare_core.compute.sampling_state import SlotSampling, start_sampling
 from flare_core.compute.sharded_model import ShardedModel, Taps
 from flare_core.keys import TokenIds
 from flare_core.plan import (
@@ -35,7 +35,7 @@ from flare_core.plan import (
 )
 from flare_core.ports import Drafter
 
-__all__ = ["NUMERICS", "TokenChooser", "TorchRunner"]
+__all__ = ["NUMERICS", "TorchRunner"]
 
 NUMERICS = 1
 """Version of the arithmetic; raised whenever the same model and tokens give other bits in a page."""
@@ -98,20 +98,6 @@ class _TorchStep:
         )
 
 
-class TokenChooser(Protocol):
-    """Chooses tokens from each rank's own logits; every rank calls, and gets the same."""
-
-    def __call__(
-        self, local_logits: torch.Tensor, sequences: Sequence[SampleRow], drafts: Sequence[Sequence[int]]
-    ) -> torch.Tensor:
-        """Ids int64 [rows]: what ``choose_tokens`` gives on the gathered rows.
-
-        ``local_logits`` [rows, ids of this rank] float32, which may be changed, have a row for each sequence's first
-        token to decide, which ``sequences`` tell of, and one behind each of its ``drafts``.
-        """
-        ...
-
-
 class TorchRunner:
     """:class:`flare_core.ports.ModelRunner` on torch. Used by the engine thread only.
 
@@ -120,7 +106,7 @@ class TorchRunner:
         memory: the rank's pages.
         drafter: guesses for VERIFY runs; without one they are DECODE runs.
 
-    ``choose_on_shards`` spares the gathering of whole rows, where no request of a step wants log-probabilities.
+    ``choose``: how tokens are chosen; by default from whole rows, gathered.
     """
 
     def __init__(
@@ -131,13 +117,13 @@ class TorchRunner:
         *,
         max_sequences: int,
         drafter: Drafter | None = None,
-        choose_on_shards: TokenChooser | None = None,
+        choose: TokenChooser | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
         self.drafter = drafter
         self._attention = attention
-        self._choose_on_shards = choose_on_shards
+        self._choose = choose or GatheredRows(model)
         self._device = memory.views.device
         self._slots: list[_Slot | None] = [None] * max_sequences
         self._last_tokens = torch.zeros(max_sequences, dtype=torch.int64, device=self._device)
@@ -161,10 +147,13 @@ class TorchRunner:
         if not hidden:
             return _TorchStep(plan.step, (), None, (), None, tuple(prompt_parts), self._mark())
         sampled = first + decode
-        tokens, raw = self._choose(sampled, hidden)
-        kept = [range(at, at + 1) for at in range(len(sampled))]
-        if self.drafter is not None:
-            kept = accepted_rows(sampled, tokens.tolist())
+        chosen, raw = self._choose_rows(sampled, hidden)
+        tokens = chosen.tokens
+        if self.drafter is None:
+            kept = [range(at, at + 1) for at in range(len(sampled))]
+        else:
+            counts = chosen.num_accepted
+            kept = accepted_rows(sampled, tokens.tolist()) if counts is None else counted_rows(sampled, counts)
         self._remember(sampled, tokens, kept)
         self._observe_sampled(sampled, kept, taps)
         order = plan_order(plan.runs, sampled)
@@ -316,27 +305,18 @@ class TorchRunner:
         positions = self._positions([row.position for row in batch])
         return self.model.hidden(token_ids, positions, self._attention.batch(batch), own)
 
-    def _choose(
+    def _choose_rows(
         self, sampled: Sequence[SampledRows], hidden: Sequence[torch.Tensor]
-    ) -> tuple[torch.Tensor, RawLogprobs | None]:
+    ) -> tuple[Chosen, RawLogprobs | None]:
         """The token behind each row; ``hidden`` holds the rows, in groups."""
         parts = [self.model.local_logits(rows) for rows in hidden]
         local = parts[0] if len(parts) == 1 else torch.cat(parts)
         states = [self._slot(each.run.slot).sampling for each in sampled]
-        wants_logprobs = any(state.params.logprobs is not None for state in states)
-        if self._choose_on_shards is not None and not wants_logprobs:
-            firsts = [SampleRow(state, each.run.start + 1) for state, each in zip(states, sampled, strict=True)]
-            return self._choose_on_shards(local, firsts, [each.drafts for each in sampled]), None
-        logits = self.model.gather_logits(local)
-        # The token being decided stands behind the one that was computed.
-        rows = [
-            SampleRow(state, position + 1, each.drafts[:index])
-            for state, each in zip(states, sampled, strict=True)
-            for index, position in enumerate(each.positions)
-        ]
-        raw_logits = clean_(logits.clone()) if wants_logprobs else None
-        tokens = choose_tokens(logits, rows)
-        return tokens, None if raw_logits is None else raw_logprobs(raw_logits, tokens)
+        raw_logits = None
+        if any(state.params.logprobs is not None for state in states):
+            raw_logits = clean_(self.model.gather_logits(local).clone())
+        chosen = self._choose(local, sampled, states)
+        return chosen, None if raw_logits is None else raw_logprobs(raw_logits, chosen.tokens)
 
     def _remember(self, sampled: Sequence[SampledRows], tokens: torch.Tensor, kept: Sequence[range]) -> None:
         """The tokens of the rows ``kept`` are decided."""

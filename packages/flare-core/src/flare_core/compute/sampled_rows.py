@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from flare_core.plan import Run, RunKind
 
-__all__ = ["SampledRows", "accepted_rows", "plan_order"]
+__all__ = ["SampledRows", "accepted_rows", "counted_rows", "plan_order"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +35,16 @@ def accepted_rows(sampled: Sequence[SampledRows], tokens: Sequence[int]) -> list
         while count <= len(each.drafts) and tokens[at + count - 1] == each.drafts[count - 1]:
             count += 1
         kept.append(range(at, at + count))
+        at += 1 + len(each.drafts)
+    return kept
+
+
+def counted_rows(sampled: Sequence[SampledRows], num_accepted: Sequence[int]) -> list[range]:
+    """The same where it was counted how many drafts of each run are kept."""
+    kept: list[range] = []
+    at = 0
+    for each, count in zip(sampled, num_accepted, strict=True):
+        kept.append(range(at, at + 1 + count))
         at += 1 + len(each.drafts)
     return kept
 

@@ -1,8 +1,9 @@
 """The block drafter as the runner's drafter: contexts by slot, one block for all sequences that are drafted for.
 
 On several ranks each computes the whole drafter and its own part of the target's vocabulary; one message a block brings
-the best candidates of every rank to all, and from there on all compute the same. Drafts are sampled with the noise that
-the target's tokens are sampled with, which is what lets them be the same (coupled verification).
+the best candidates of every rank to all, and from there on all compute the same. For coupled verification drafts are
+drawn with the noise that the target's tokens are drawn with, which is what lets them be the same; for rejection
+sampling with noise of their own, and what they were drawn from is kept.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from flare_spec.dspark.context import ContextStore
 from flare_spec.dspark.draft import DraftNoise, draft_block
 from flare_spec.dspark.scheduling import static_length
 from flare_spec.dspark.weights import BlockDraft
+from flare_spec.verification.proposals import Candidates
 
 __all__ = ["BlockDrafter"]
 
@@ -45,13 +47,16 @@ class BlockDrafter:
         draft: the drafter, whole on every rank.
         target: the rank's part of the model; its embedding and head are the drafter's.
         max_drafts: see the port; no more than the drafter was trained for.
+        stream: of the noise.
         threshold: drafts end before the first whose confidence is lower; 0: none does.
     """
 
     draft: BlockDraft
     target: ShardedModel
     max_drafts: int
+    stream: int = STREAM_SAMPLE
     threshold: float = 0.0
+    _drawn: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _slots: dict[int, _Slot] = field(default_factory=dict)
 
     @property
@@ -92,17 +97,27 @@ class BlockDrafter:
             noise=DraftNoise(
                 torch.tensor([state.params.temperature for _, state, _ in known], dtype=torch.float32, device=device),
                 torch.tensor([_signed(state.params.seed) for _, state, _ in known], device=device),
-                stream=STREAM_SAMPLE,
+                stream=self.stream,
             ),
             embed=self._embed,
             base_scores=self._base_scores,
         )
         tokens = drafted.sampled.tokens.tolist()
         sure = None if drafted.confidences is None else drafted.confidences.tolist()
+        self._drawn = {}
         for row, (at, _, _) in enumerate(known):
+            assert drafted.ids is not None  # noqa: S101 - candidates have ids
+            self._drawn[slots[at]] = (drafted.ids[row], drafted.sampled.scores[row])
             count = max_tokens[at] if sure is None else min(max_tokens[at], static_length(sure[row], self.threshold))
             proposed[at] = tokens[row][:count]
         return proposed
+
+    def proposal(self, slots: Sequence[int]) -> Candidates:
+        """Candidates [slots, drafts, C] that the drafts of the last call were drawn from; zeros for other slots."""
+        ids, scores = next(iter(self._drawn.values()))
+        nothing = (torch.zeros_like(ids), torch.zeros_like(scores))
+        drawn = [self._drawn.get(slot, nothing) for slot in slots]
+        return Candidates(torch.stack([each[0] for each in drawn]), torch.stack([each[1] for each in drawn]))
 
     def _embed(self, token_ids: torch.Tensor) -> torch.Tensor:
         return self.target.embed(token_ids).to(self.draft.backbone.fuse.weight.dtype)
