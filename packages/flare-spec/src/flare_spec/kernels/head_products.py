@@ -1,0 +1,165 @@
+"""Products of rows with quantised heads on Hopper GPUs, through one kernel for three formats.
+
+Owns which shapes the kernel takes, its tile sizes and its scratch memory; not what formats mean (the formats' modules
+hold the reference) nor the arithmetic (``head_product.cu``).
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Final
+
+import torch
+
+from flare_core.errors import UsageError
+from flare_spec.kernels.launch import Kernel, can_compile, load_kernel
+
+__all__ = ["HeadKind", "has_head_product", "head_product"]
+
+MAX_TOKENS: Final = 64
+_SOURCE: Final = "head_product.cu"
+_ARCHITECTURE: Final = "sm_90a"
+_CAPABILITY: Final = (9, 0)  # instructions of sm_90a exist there alone
+_CHUNK_BYTES: Final = 64
+_IMAGE_STAGES: Final = 4
+_SPAN_INPUTS: Final = 512
+_PREPARE_THREADS: Final = 512
+_WARPGROUPS: Final = 4
+_TILES: Final = 2
+_BUFFERS: Final = 2
+_DTYPES: Final = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class HeadKind(enum.IntEnum):
+    """Format of a weight; the values are the source's."""
+
+    FP8 = 0
+    MXFP8 = 1
+    NVFP4 = 2
+
+
+def has_head_product(weight: torch.Tensor) -> bool:
+    """Whether :func:`head_product` takes ``weight``, codes [N, bytes of a row] of one byte each."""
+    return (
+        weight.is_cuda
+        and weight.is_contiguous()
+        and weight.shape[1] % 16 == 0
+        and weight.data_ptr() % 16 == 0
+        and torch.cuda.get_device_capability(weight.device) == _CAPABILITY
+        and can_compile()
+    )
+
+
+def head_product(
+    kind: HeadKind, rows: torch.Tensor, weight: torch.Tensor, *, scales: torch.Tensor, tensor_scale: torch.Tensor | None
+) -> torch.Tensor:
+    """``rows`` (bf16, fp16 or fp32, [M, K]) times the weight transposed: fp32 [M, N].
+
+    ``weight``: codes [N, K], of NVFP4 [N, K/2]; ``scales``: fp32 [N] of FP8, else one byte a block, [N, K/32] or
+    [N, K/16]. Rows are multiplied as 16-bit numbers: for MXFP8 rounded to bf16; else to fp16 once a power of two has
+    put their greatest magnitude at 2**14 or more. Weights are exact, sums fp32. MXFP8's scales are 2**-64 to 2**67.
+    """
+    num_rows, row_bytes = weight.shape
+    num_inputs = row_bytes * (2 if kind is HeadKind.NVFP4 else 1)
+    if rows.ndim != 2 or rows.shape[1] != num_inputs or rows.dtype not in _DTYPES:
+        raise UsageError(
+            f"rows of shape {tuple(rows.shape)}, {rows.dtype}, do not fit a head of shape {(num_rows, num_inputs)}"
+        )
+    rows, scales = rows.contiguous(), scales.contiguous()
+    logits = torch.empty((rows.shape[0], num_rows), dtype=torch.float32, device=rows.device)
+    for start in range(0, rows.shape[0], MAX_TOKENS):
+        stop = start + MAX_TOKENS
+        _multiply(kind, rows[start:stop], weight, scales, tensor_scale, logits[start:stop])
+    return logits
+
+
+def _multiply(
+    kind: HeadKind,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: torch.Tensor | None,
+    logits: torch.Tensor,
+) -> None:
+    num_tokens, num_inputs = rows.shape
+    num_rows, row_bytes = weight.shape
+    tokens = next(size for size in (8, 16, 32, MAX_TOKENS) if num_tokens <= size)
+    span = 1 if kind is HeadKind.FP8 else _SPAN_INPUTS // _chunk_inputs(kind)
+    num_chunks = -(-row_bytes // (_CHUNK_BYTES * span)) * span
+    num_steps = num_chunks * _chunk_inputs(kind) // 16
+    image = torch.empty(num_steps * 32 * tokens, dtype=torch.uint8, device=rows.device)
+    factors = torch.empty(tokens, dtype=torch.float32, device=rows.device)
+    prepare, product = _kernels(kind, tokens, weight.device)
+    prepare.launch(tokens, _PREPARE_THREADS, rows, image, factors, num_tokens, num_inputs, num_steps, _DTYPES.index(rows.dtype))
+    num_blocks = torch.cuda.get_device_properties(weight.device).multi_processor_count
+    tile_rows = _tile_rows(num_rows, num_blocks)
+    product.launch(
+        min(num_blocks, -(-num_rows // tile_rows)),
+        _WARPGROUPS * 128,
+        weight,
+        scales,
+        scales,
+        scales if tensor_scale is None else tensor_scale,
+        image,
+        factors,
+        logits,
+        num_rows,
+        num_tokens,
+        row_bytes,
+        scales.shape[-1],
+        num_chunks,
+        tile_rows,
+    )
+
+
+def _tile_rows(num_rows: int, num_blocks: int) -> int:
+    """Rows of a tile, so that all blocks get as many tiles; a multiple of 8, whose logits fill a sector of memory."""
+    most = _WARPGROUPS * _TILES * 64
+    num_passes = -(-num_rows // (num_blocks * most))
+    return min(most, -(-num_rows // (num_passes * num_blocks * 8)) * 8)
+
+
+def _kernels(kind: HeadKind, tokens: int, device: torch.device) -> tuple[Kernel, Kernel]:
+    stages = _stages(kind, tokens)
+    defines = (
+        ("FORMAT", int(kind)),
+        ("TOKENS", tokens),
+        ("WARPGROUPS", _WARPGROUPS),
+        ("TILES", _TILES),
+        ("STAGES", stages),
+        ("BUFFERS", _BUFFERS),
+    )
+    fifo_bytes = stages * _TILES * 2 * _WARPGROUPS * 128 * 16
+    shared_bytes = fifo_bytes + _scales_bytes(kind) + _IMAGE_STAGES * (_chunk_inputs(kind) * tokens * 2 + 16)
+    prepare = load_kernel(_SOURCE, "prepare_rows", device, defines=defines, architecture=_ARCHITECTURE)
+    product = load_kernel(
+        _SOURCE,
+        "head_product",
+        device,
+        defines=defines,
+        architecture=_ARCHITECTURE,
+        shared_bytes=shared_bytes,
+        overlaps=True,
+    )
+    return prepare, product
+
+
+def _chunk_inputs(kind: HeadKind) -> int:
+    return 2 * _CHUNK_BYTES if kind is HeadKind.NVFP4 else _CHUNK_BYTES
+
+
+def _scales_bytes(kind: HeadKind) -> int:
+    """Shared memory for two spans of block scales."""
+    block = {HeadKind.FP8: 0, HeadKind.MXFP8: 32, HeadKind.NVFP4: 16}[kind]
+    return 2 * _WARPGROUPS * _TILES * 64 * (_SPAN_INPUTS // block) if block else 0
+
+
+def _stages(kind: HeadKind, tokens: int) -> int:
+    """Chunks in flight: as many as shared memory has room for."""
+    match kind:
+        case HeadKind.FP8:
+            return 6
+        case HeadKind.MXFP8:
+            return 5
+        case HeadKind.NVFP4:
+            return 4 if tokens == MAX_TOKENS else 5
