@@ -41,7 +41,7 @@ class Fp8Weight:
         return decode_e4m3(self.codes).mul_(self.row_scales.unsqueeze(1)).to(dtype)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead` for the arithmetic."""
+        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead`."""
         if has_head_product(self.codes):
             return head_product(HeadKind.FP8, rows, self.codes, scales=self.row_scales, tensor_scale=None)
         return project_by_chunks(self, rows)

@@ -60,7 +60,7 @@ class Mxfp8Weight:
         return values.to(dtype)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead` for the arithmetic."""
+        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead`."""
         if has_head_product(self.codes):
             return head_product(HeadKind.MXFP8, rows, self.codes, scales=self.block_scales, tensor_scale=None)
         return project_by_chunks(self, rows)

@@ -55,9 +55,11 @@ class Nvfp4Weight:
         return values.to(dtype)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead` for the arithmetic."""
+        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead`."""
         if has_head_product(self.packed):
-            return head_product(HeadKind.NVFP4, rows, self.packed, scales=self.block_scales, tensor_scale=self.tensor_scale)
+            return head_product(
+                HeadKind.NVFP4, rows, self.packed, scales=self.block_scales, tensor_scale=self.tensor_scale
+            )
         return project_by_chunks(self, rows)
 
 

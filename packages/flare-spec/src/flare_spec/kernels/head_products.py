@@ -69,7 +69,7 @@ def head_product(
     logits = torch.empty((rows.shape[0], num_rows), dtype=torch.float32, device=rows.device)
     for start in range(0, rows.shape[0], MAX_TOKENS):
         stop = start + MAX_TOKENS
-        _multiply(kind, rows[start:stop], weight, scales, tensor_scale, logits[start:stop])
+        _multiply(kind, rows[start:stop], weight, scales=scales, tensor_scale=tensor_scale, logits=logits[start:stop])
     return logits
 
 
@@ -77,6 +77,7 @@ def _multiply(
     kind: HeadKind,
     rows: torch.Tensor,
     weight: torch.Tensor,
+    *,
     scales: torch.Tensor,
     tensor_scale: torch.Tensor | None,
     logits: torch.Tensor,
@@ -90,7 +91,8 @@ def _multiply(
     image = torch.empty(num_steps * 32 * tokens, dtype=torch.uint8, device=rows.device)
     factors = torch.empty(tokens, dtype=torch.float32, device=rows.device)
     prepare, product = _kernels(kind, tokens, weight.device)
-    prepare.launch(tokens, _PREPARE_THREADS, rows, image, factors, num_tokens, num_inputs, num_steps, _DTYPES.index(rows.dtype))
+    dtype = _DTYPES.index(rows.dtype)
+    prepare.launch(tokens, _PREPARE_THREADS, rows, image, factors, num_tokens, num_inputs, num_steps, dtype)
     num_blocks = torch.cuda.get_device_properties(weight.device).multi_processor_count
     tile_rows = _tile_rows(num_rows, num_blocks)
     product.launch(
