@@ -83,9 +83,9 @@ def time_of(work: Callable[[], object], *, num_calls: int = 20, num_rounds: int 
     for _ in range(3):
         work()
     torch.cuda.synchronize()
-    rounds = []
+    rounds: list[float] = []
     for _ in range(num_rounds):
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         for _ in range(num_calls):
             work()
@@ -183,19 +183,28 @@ def _walk_cell(head: MarkovHead, batch: int, columns: int, ceilings: Ceilings) -
         .indices
         for _ in range(num_sets)
     ]
-    keys = {
-        "anchors": torch.arange(batch, device=device),
-        "temperatures": torch.ones(batch, device=device),
-        "seeds": torch.arange(batch, device=device),
-        "positions": torch.arange(batch, device=device),
-    }
+    numbers, temperatures = torch.arange(batch, device=device), torch.ones(batch, device=device)
     hidden = torch.zeros(batch, GAMMA, 1, device=device)
 
     def walk() -> list[MarkovBlock]:
-        return [markov_sample_block_cuda(base, ids, head, **keys) for ids in sets]
+        return [
+            markov_sample_block_cuda(
+                base, ids, head, anchors=numbers, temperatures=temperatures, seeds=numbers, positions=numbers
+            )
+            for ids in sets
+        ]
 
     def walk_eagerly() -> MarkovBlock:
-        return markov_sample_block(base, sets[0], head, hidden=hidden, **keys)
+        return markov_sample_block(
+            base,
+            sets[0],
+            head,
+            hidden=hidden,
+            anchors=numbers,
+            temperatures=temperatures,
+            seeds=numbers,
+            positions=numbers,
+        )
 
     # Rows of w2, ids, base logits and scores once; rows of w1 and features once a slot.
     num_bytes = batch * GAMMA * (columns * (RANK * 2 + 8 + 2 + 2) + 2 * RANK * 2)

@@ -70,10 +70,10 @@ def test_an_fp8_weight_that_is_nan_gives_nan():
 def test_every_mxfp8_code_is_exact_at_scales_of_many_orders():
     codes = torch.arange(256, dtype=torch.uint8)
     codes[[127, 255]] = 0
-    codes = codes.view(8, 32).repeat(1, 131).view(8, 131 * 32)
-    scales = torch.arange(127 - 63, 127 + 68).repeat(8, 1).to(torch.uint8)
+    codes = codes.view(8, 32).repeat(1, 125).view(8, 125 * 32)
+    scales = torch.arange(127 - 57, 127 + 68).repeat(8, 1).to(torch.uint8)
     head = Mxfp8Weight(codes.cuda().view(torch.float8_e4m3fn), scales.cuda().view(torch.float8_e8m0fnu))
-    assert torch.equal(unit_products(head, 131 * 32), head.dequantise(torch.float32))
+    assert torch.equal(unit_products(head, 125 * 32), head.dequantise(torch.float32))
 
 
 def test_every_nvfp4_code_with_every_scale_is_exact_but_for_the_last_product():

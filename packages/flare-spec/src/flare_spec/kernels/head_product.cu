@@ -5,18 +5,14 @@
 // `prepare_rows` makes: what a product reads of them for one chunk of k lies in one piece, in the order in which the
 // threads' registers hold the weight (any order of k gives the same sums), and arrives by one bulk copy.
 //
-// Compiled with FORMAT (0: FP8, 1: MXFP8, 2: NVFP4), TOKENS (8, 16, 32, 64: rows, filled up), WARPGROUPS, TILES (of 64
-// weight rows, of each warpgroup), STAGES (chunks in flight), BUFFERS (of
-// operands, 1 or 2).
+// Compiled with FORMAT (0: FP8, 1: MXFP8, 2: NVFP4), TOKENS (8, 16 or 64: rows, filled up), WARPGROUPS, TILES (of 64
+// weight rows, of each warpgroup), STAGES (chunks in flight) and BUFFERS (of operands, 1 or 2).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-#ifndef PREFETCH
-#define PREFETCH "L2::128B"
-#endif
 #define FP8 0
 #define MXFP8 1
 #define NVFP4 2
@@ -225,12 +221,6 @@ __device__ __forceinline__ void multiply(float* d, const u32* a, u64 descriptor,
         "{\n.reg .pred p;\nsetp.ne.b32 p, %13, 0;\n"
         "wgmma.mma_async.sync.aligned.m64n16k16." KIND " {%0,%1,%2,%3,%4,%5,%6,%7}, {%8,%9,%10,%11}, %12, p, 1, 1, 0;\n}"
         : F4(d, 0), F4(d, 4) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(accumulate));
-#elif TOKENS == 32
-    asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %21, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n32k16." KIND
-        " {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, {%16,%17,%18,%19}, %20, p, 1, 1, 0;\n}"
-        : F16(d, 0) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(descriptor), "r"(accumulate));
 #else
     asm volatile(
         "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"
@@ -283,7 +273,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1) head_product(
                 int row = load_tile * tile_rows + first_row + (slot >> 1) * 64 + (slot & 1) * 8;
                 bool is_real = row < stop && byte < row_bytes;
                 const u8* source = is_real ? weight + (u64)row * row_bytes + byte : weight;
-                asm volatile("cp.async.cg.shared.global." PREFETCH " [%0], [%1], 16, %2;"
+                asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                     ::"r"(fifo + (load_stage * SLOTS + slot) * (THREADS * 16)), "l"(source), "r"(is_real ? 16 : 0)
                     : "memory");
             }

@@ -106,7 +106,7 @@ def _compile(source: str, defines: tuple[tuple[str, int], ...], architecture: st
             log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))
             _check(nvrtc.nvrtcGetProgramLog(program, log))
             raise KernelError(f"{source} does not compile for {architecture}: {log.decode(errors='replace').strip()}")
-        image = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
+        image: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))
         _check(nvrtc.nvrtcGetCUBIN(program, image))
         return image
     finally:
