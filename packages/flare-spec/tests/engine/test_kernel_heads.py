@@ -12,11 +12,13 @@ from flare_spec.formats.mxfp8 import Mxfp8Weight
 from flare_spec.formats.nvfp4 import Nvfp4Weight
 from flare_spec.formats.row_chunks import project_by_chunks
 from flare_spec.kernels.head_products import has_head_product
+from flare_spec.kernels.launch import can_compile
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0) or not can_compile(),
+        reason="needs a Hopper GPU and NVRTC",
     ),
 ]
 FORMATS = ["fp8", "mxfp8", "nvfp4"]

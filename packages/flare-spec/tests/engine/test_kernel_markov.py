@@ -11,11 +11,12 @@ from flare_core.compute.philox import STREAM_DRAFT, STREAM_SAMPLE, gumbel
 from flare_spec.dspark.block_sampling import markov_sample_block
 from flare_spec.dspark.config import MarkovKind
 from flare_spec.dspark.markov import MarkovHead
+from flare_spec.kernels.launch import can_compile
 from flare_spec.kernels.markov import has_markov_walk, markov_sample_block_cuda
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.skipif(not torch.cuda.is_available() or not can_compile(), reason="needs a CUDA device and NVRTC"),
 ]
 VOCAB = 2000
 

@@ -25,8 +25,14 @@ class KernelError(FlareError):
 
 @cache
 def can_compile() -> bool:
-    """Whether cuda-python is installed, without which no kernel is compiled."""
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+    """Whether cuda-python is installed and finds NVRTC; without them no kernel is compiled."""
+    if find_spec("cuda") is None or find_spec("cuda.bindings") is None:
+        return False
+    try:
+        code, *_ = importlib.import_module("cuda.bindings.nvrtc").nvrtcVersion()
+    except RuntimeError:  # what its loader raises where the library is missing
+        return False
+    return int(code) == 0
 
 
 @dataclass(frozen=True, slots=True, eq=False)
