@@ -15,6 +15,7 @@ from flare_spec.dspark.block_sampling import MarkovBlock, markov_sample_block
 from flare_spec.dspark.confidence import confidences
 from flare_spec.dspark.context import ContextStore
 from flare_spec.dspark.weights import BlockDraft
+from flare_spec.kernels.markov import has_markov_walk, markov_sample_block_cuda
 
 __all__ = ["BaseScores", "DraftNoise", "DraftedBlock", "draft_block"]
 
@@ -67,7 +68,35 @@ def draft_block(
     hidden = draft.backbone.hidden(embedded, contexts)[:, :num_tokens]
     base, columns = base_scores(hidden)
     first = torch.tensor([store.stop + 1 for store in contexts], device=anchors.device)
-    sampled = markov_sample_block(
+    sampled = _sample(draft, base, columns, hidden=hidden, anchors=anchors, first=first, noise=noise)
+    head = draft.confidence
+    values = None if head is None else confidences(head, hidden, sampled.features)
+    return DraftedBlock(sampled, columns, values)
+
+
+def _sample(
+    draft: BlockDraft,
+    base: torch.Tensor,
+    columns: torch.Tensor | None,
+    *,
+    hidden: torch.Tensor,
+    anchors: torch.Tensor,
+    first: torch.Tensor,
+    noise: DraftNoise,
+) -> MarkovBlock:
+    """The walk over the block, by the kernel where it takes these shapes; arguments as in :func:`draft_block`."""
+    if columns is not None and draft.markov is not None and has_markov_walk(base, columns, draft.markov):
+        return markov_sample_block_cuda(
+            base,
+            columns,
+            draft.markov,
+            anchors=anchors,
+            temperatures=noise.temperatures,
+            seeds=noise.seeds,
+            positions=first,
+            stream=noise.stream,
+        )
+    return markov_sample_block(
         base,
         columns,
         draft.markov,
@@ -78,6 +107,3 @@ def draft_block(
         positions=first,
         stream=noise.stream,
     )
-    head = draft.confidence
-    values = None if head is None else confidences(head, hidden, sampled.features)
-    return DraftedBlock(sampled, columns, values)

@@ -9,6 +9,7 @@ import torch
 from flare_spec.formats.e4m3 import E4M3_LARGEST, decode_e4m3, encode_e4m3
 from flare_spec.formats.row_chunks import project_by_chunks, row_slices
 from flare_spec.formats.weight_checks import check_weight, finite_amax
+from flare_spec.kernels.head_products import HeadKind, has_head_product, head_product
 
 __all__ = ["Fp8Weight", "quantise_fp8"]
 
@@ -40,7 +41,9 @@ class Fp8Weight:
         return decode_e4m3(self.codes).mul_(self.row_scales.unsqueeze(1)).to(dtype)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]."""
+        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead`."""
+        if has_head_product(self.codes):
+            return head_product(HeadKind.FP8, rows, self.codes, scales=self.row_scales, tensor_scale=None)
         return project_by_chunks(self, rows)
 
 

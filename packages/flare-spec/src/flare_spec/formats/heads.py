@@ -37,7 +37,11 @@ class PreparedHead(Protocol):
         ...
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` (any float dtype, [M, K]) times the weight transposed: fp32 [M, N], products and sums in fp32."""
+        """``rows`` (any float dtype, [M, K]) times the weight transposed: fp32 [M, N], products and sums in fp32.
+
+        On a Hopper GPU a quantised format rounds the rows to 16 bits: see
+        :func:`flare_spec.kernels.head_products.head_product`.
+        """
         ...
 
 

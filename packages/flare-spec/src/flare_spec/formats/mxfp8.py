@@ -12,6 +12,7 @@ from flare_spec.formats.e4m3 import E4M3_LARGEST, decode_e4m3, encode_e4m3
 from flare_spec.formats.e8m0 import E8M0Rounding, decode_e8m0, encode_e8m0
 from flare_spec.formats.row_chunks import project_by_chunks, row_slices
 from flare_spec.formats.weight_checks import block_amax, check_weight, finite_amax
+from flare_spec.kernels.head_products import HeadKind, has_head_product, head_product
 
 __all__ = ["MXFP8_BLOCK", "Mxfp8Scaling", "Mxfp8Weight", "quantise_mxfp8"]
 
@@ -59,7 +60,9 @@ class Mxfp8Weight:
         return values.to(dtype)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]."""
+        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead`."""
+        if has_head_product(self.codes):
+            return head_product(HeadKind.MXFP8, rows, self.codes, scales=self.block_scales, tensor_scale=None)
         return project_by_chunks(self, rows)
 
 

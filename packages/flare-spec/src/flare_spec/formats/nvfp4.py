@@ -16,6 +16,7 @@ from flare_spec.formats.e2m1 import E2M1_LARGEST, decode_packed_e2m1, encode_e2m
 from flare_spec.formats.e4m3 import E4M3_LARGEST, E4M3_SMALLEST, decode_e4m3, encode_e4m3
 from flare_spec.formats.row_chunks import project_by_chunks, row_slices
 from flare_spec.formats.weight_checks import block_amax, check_weight, finite_amax
+from flare_spec.kernels.head_products import HeadKind, has_head_product, head_product
 
 __all__ = ["NVFP4_BLOCK", "Nvfp4Weight", "quantise_nvfp4"]
 
@@ -54,7 +55,11 @@ class Nvfp4Weight:
         return values.to(dtype)
 
     def project(self, rows: torch.Tensor) -> torch.Tensor:
-        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]."""
+        """``rows`` [M, K] times the weight transposed, in fp32: [M, N]; see :class:`PreparedHead`."""
+        if has_head_product(self.packed):
+            return head_product(
+                HeadKind.NVFP4, rows, self.packed, scales=self.block_scales, tensor_scale=self.tensor_scale
+            )
         return project_by_chunks(self, rows)
 
 
