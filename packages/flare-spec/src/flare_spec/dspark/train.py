@@ -15,7 +15,7 @@ from flare_spec.dspark.training_data import TrainingBatch, make_blocks, sample_a
 from flare_spec.dspark.training_loss import LossReport, LossWeights, draft_loss
 from flare_spec.dspark.training_model import Trainee
 
-__all__ = ["TrainSettings", "learning_rate", "train"]
+__all__ = ["TrainSettings", "learning_rate", "new_optimiser", "train"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,19 @@ def train(
     head: torch.Tensor,
     settings: TrainSettings,
     report: Callable[[int, LossReport], None],
+    optimiser: torch.optim.Optimizer | None = None,
+    first_step: int = 0,
 ) -> None:
-    """Train in place, one step a batch, at most ``settings.num_steps``; ``report`` is called after every step.
+    """Train in place, one step a batch, up to ``settings.num_steps``; ``report`` is called after every step.
 
     ``embedding`` and ``head`` [vocabulary, hidden] are the target's. A batch without anything to learn is passed over.
+    A run that was interrupted goes on with its ``optimiser`` (:func:`new_optimiser`), the step it would have done
+    next, and the batches from there on; the anchors of a step depend on seed and step alone.
     """
-    generator = torch.Generator().manual_seed(settings.seed)
     parameters = list(trainee.parameters.values())
-    optimiser = torch.optim.AdamW(parameters, weight_decay=0.0)
-    for step, batch in zip(range(settings.num_steps), batches, strict=False):
+    optimiser = new_optimiser(trainee) if optimiser is None else optimiser
+    for step, batch in zip(range(first_step, settings.num_steps), batches, strict=False):
+        generator = torch.Generator().manual_seed((settings.seed << 32) + step)
         anchors, is_anchor = sample_anchors(batch.is_answer, settings.num_anchors, generator)
         blocks = make_blocks(batch, anchors, is_anchor, trainee.config.gamma)
         if not bool(blocks.is_learned.any()):
@@ -75,3 +79,8 @@ def train(
         torch.nn.utils.clip_grad_norm_(parameters, settings.max_norm)
         optimiser.step()
         report(step, result)
+
+
+def new_optimiser(trainee: Trainee) -> torch.optim.AdamW:
+    """AdamW without weight decay over all parameters; :func:`train` sets its rate each step."""
+    return torch.optim.AdamW(list(trainee.parameters.values()), weight_decay=0.0)
