@@ -51,7 +51,12 @@ _LINE_SECONDS: Final = 15.0
 
 @dataclass(frozen=True, slots=True)
 class AnswerOptions:
-    """What is asked and how it is answered; ``num_sequences`` at a time."""
+    """What is asked and how it is answered; ``num_sequences`` at a time.
+
+    Attributes:
+        share: (0, 1), or (i, n): every n-th prompt from the i-th on, the others being left to other processes.
+        max_seconds: when to stop answering training prompts, or None. Held-out ones are all answered, and first.
+    """
 
     directory: Path
     texts: tuple[Path, ...]
@@ -61,6 +66,8 @@ class AnswerOptions:
     max_tokens: int
     num_sequences: int
     seed: int
+    share: tuple[int, int]
+    max_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,9 +252,9 @@ def _questions(directory: Path, answering: AnswerOptions) -> Mapping[str, Mappin
         }
 
     return {
-        TRAINING: questions(prompts.training, temperature=TEMPERATURE, greedy_every=_GREEDY_EVERY),
         GREEDY: questions(prompts.held_out, temperature=0.0),
         SAMPLED: questions(prompts.held_out, temperature=TEMPERATURE),
+        TRAINING: questions(prompts.training, temperature=TEMPERATURE, greedy_every=_GREEDY_EVERY),
     }
 
 
@@ -301,7 +308,7 @@ def _answered(
     answering: AnswerOptions,
     display: TrainingDisplay,
 ) -> Mapping[int, Conversation]:
-    """All questions' conversations: those that are kept already, and the others answered now."""
+    """Conversations of the questions: those that are kept already, and the others, which are answered now."""
     from flare_spec.training.answers import answer
     from flare_spec.training.conversations import add_conversations, read_conversations
 
@@ -310,10 +317,14 @@ def _answered(
     for number, kept in known.items():
         if number not in questions or kept.tokens[: kept.num_prompt_tokens] != questions[number].tokens:
             raise CheckpointError(f"{directory} has answers to other prompts; remove it, to answer anew")
-    missing = {number: each for number, each in questions.items() if number not in known}
+    index, num_shares = answering.share
+    missing = {at: each for at, each in questions.items() if at % num_shares == index and at not in known}
+    limit = answering.max_seconds if name == TRAINING else None
+    if limit == 0:
+        return known
     fresh: dict[int, Conversation] = {}
     saved_at, num_tokens, began = time.monotonic(), 0, time.monotonic()
-    with display.task(f"answers ({name})", len(questions)) as task:
+    with display.task(f"answers ({name})", len(known) + len(missing)) as task:
         ended = answer(loaded, missing, max_tokens=answering.max_tokens, max_sequences=answering.num_sequences)
         for number, conversation in ended:
             fresh[number] = known[number] = conversation
@@ -322,6 +333,8 @@ def _answered(
             if len(fresh) >= _SAVE_ANSWERS or time.monotonic() - saved_at >= _SAVE_SECONDS:
                 add_conversations(directory, fresh)
                 fresh, saved_at = {}, time.monotonic()
+            if limit is not None and time.monotonic() - began >= limit:
+                break
     if fresh:
         add_conversations(directory, fresh)
     return known

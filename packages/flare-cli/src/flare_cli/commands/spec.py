@@ -35,10 +35,20 @@ _DEVICE = click.option("--device", metavar="DEVICE", default="cpu", show_default
 @click.option(
     "--sequences", metavar="N", type=click.IntRange(1), default=16, show_default=True, help="Answered at a time."
 )
+@click.option(
+    "--share", metavar="I/N", default="0/1", show_default=True,
+    help="Answer every N-th prompt from the I-th (0..) on; N processes with --steps 0 share the work.",
+)  # fmt: skip
+@click.option(
+    "--answer-seconds", metavar="X", type=click.FloatRange(0), show_default="until all are answered",
+    help="Stop answering training prompts, and train on the answers there are.",
+)  # fmt: skip
 @click.option("--steps", metavar="N", type=click.IntRange(0), default=4000, show_default=True, help="0: answers only.")
 @click.option("--batch", metavar="N", type=click.IntRange(1), default=64, show_default=True, help="Answers a step.")
 @click.option("--anchors", metavar="N", type=click.IntRange(1), default=32, show_default=True, help="Blocks an answer.")
-@click.option("--rate", metavar="X", type=click.FloatRange(0), default=1e-3, show_default=True, help="Peak of learning.")
+@click.option(
+    "--rate", metavar="X", type=click.FloatRange(0), default=1e-3, show_default=True, help="Peak of learning."
+)
 @click.option("--layers", metavar="N", type=click.IntRange(1), default=1, show_default=True, help="Of the drafter.")
 @click.option("--taps", metavar="N,N", show_default="3 spread out", help="Target layers that the drafter reads.")
 @click.option("--gamma", metavar="N", type=click.IntRange(1, 31), default=5, show_default=True, help="Tokens a block.")
@@ -56,6 +66,8 @@ def train(
     held_out: int,
     answer_tokens: int,
     sequences: int,
+    share: str,
+    answer_seconds: float | None,
     steps: int,
     batch: int,
     anchors: int,
@@ -83,6 +95,8 @@ def train(
         max_tokens=answer_tokens,
         num_sequences=sequences,
         seed=seed,
+        share=_share(share),
+        max_seconds=answer_seconds,
     )
     options = TrainOptions(
         num_steps=steps,
@@ -115,7 +129,14 @@ def train(
 @click.option("--json", "json_file", metavar="FILE", help="Write the figures there as well.")
 @_DEVICE
 def evaluate(
-    *, target: str, draft: str, answers: str | None, control: str | None, anchors: int, json_file: str | None, device: str
+    *,
+    target: str,
+    draft: str,
+    answers: str | None,
+    control: str | None,
+    anchors: int,
+    json_file: str | None,
+    device: str,
 ) -> int:
     """Report how many drafted tokens TARGET accepts, by place, on prompts that were not trained on.
 
@@ -143,3 +164,10 @@ def _taps(text: str | None) -> tuple[int, ...] | None:
         return None if text is None else tuple(int(part) for part in text.split(","))
     except ValueError:
         raise click.BadParameter(f"{text!r} is no list of layer numbers such as 1,14,28", param_hint="--taps") from None
+
+
+def _share(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    if not (index.isdecimal() and count.isdecimal() and int(index) < int(count)):
+        raise click.BadParameter(f"{text!r} is no share such as 0/4, 1/4, 2/4 or 3/4", param_hint="--share")
+    return int(index), int(count)

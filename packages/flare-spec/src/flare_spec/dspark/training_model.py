@@ -145,7 +145,10 @@ def _attend(
 
 
 def new_trainee(config: DraftConfig, generator: torch.Generator, *, device: torch.device) -> Trainee:
-    """A drafter to train: norms of one, biases and w2 of zero (no bias on any token yet), the rest normal by fan-in."""
+    """A drafter to train: norms of one, biases and w2 of zero (no bias on any token yet), the rest normal by fan-in.
+
+    But w1, which is looked up and not multiplied, is normal with a deviation of one.
+    """
     parameters = {}
     for name, shape in draft_tensors(config).items():
         if "norm" in name:
@@ -153,7 +156,8 @@ def new_trainee(config: DraftConfig, generator: torch.Generator, *, device: torc
         elif len(shape) == 1 or name == "markov_head.markov_w2.weight":
             values = torch.zeros(shape)
         else:
-            values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            scale = 1.0 if name == "markov_head.markov_w1.weight" else shape[-1] ** -0.5
+            values = torch.randn(shape, generator=generator) * scale
         parameters[name] = values.to(device).requires_grad_()
     return Trainee(config, parameters)
 

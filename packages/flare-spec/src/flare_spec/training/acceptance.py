@@ -188,5 +188,8 @@ class _Walk:
     def result(self) -> Acceptance:
         rounds = len(self.lengths)
         return Acceptance(
-            rounds, sum(self.lengths) / max(1, rounds), tuple(map(float, self.reached)), tuple(map(float, self.accepted))
+            rounds,
+            sum(self.lengths) / max(1, rounds),
+            tuple(map(float, self.reached)),
+            tuple(map(float, self.accepted)),
         )

@@ -73,9 +73,7 @@ def summarise(results: Sequence[Rounds], *, seed: int = 0) -> Summary:
 
 def gain(results: Sequence[Rounds], other: Sequence[Rounds], *, seed: int = 0) -> Interval:
     """By how much ``results`` are longer than ``other``, of the same conversations in the same order: 0.05 is 5 %."""
-    return _bootstrap(
-        len(results), lambda chosen: _length(results, chosen) / _length(other, chosen) - 1, seed
-    )
+    return _bootstrap(len(results), lambda chosen: _length(results, chosen) / _length(other, chosen) - 1, seed)
 
 
 def _length(results: Sequence[Rounds], chosen: Sequence[int]) -> float:

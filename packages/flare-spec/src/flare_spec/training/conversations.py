@@ -61,9 +61,7 @@ def add_conversations(directory: Path, conversations: Mapping[int, Conversation]
     save_whole(directory / f"{min(conversations):07}.safetensors", tensors)
 
 
-def save_whole(
-    path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None
-) -> None:
+def save_whole(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write a safetensors file that is under ``path`` either whole or not at all."""
     part = path.with_name(path.name + ".part")
     save_file(dict(tensors), part, metadata=None if metadata is None else dict(metadata))

@@ -31,9 +31,7 @@ def target_batch(model: ShardedModel, taps: Sequence[int], conversations: Sequen
 
 
 @torch.no_grad()
-def target_outputs(
-    model: ShardedModel, taps: Sequence[int], tokens: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def target_outputs(model: ShardedModel, taps: Sequence[int], tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Of ``tokens`` [B, T] int64: outputs of the layers ``taps`` side by side, and rows after the final norm.
 
     [B, T, taps * hidden] and [B, T, hidden] in the model's dtype. Tap -1 is the embedding's output. What pads a
