@@ -72,7 +72,7 @@ def test_long_prose_is_cut_at_a_sentence() -> None:
 def test_every_epoch_has_every_conversation_and_a_run_can_go_on_anywhere() -> None:
     lengths = [index % 7 for index in range(20)]
     steps = list(itertools.islice(batches_from(lengths, batch_size=5, seed=1, step=0), 9))
-    assert sorted(sum(steps[:4], [])) == list(range(20))
+    assert sorted(itertools.chain.from_iterable(steps[:4])) == list(range(20))
     assert steps[:4] != steps[4:8]
     assert list(itertools.islice(batches_from(lengths, batch_size=5, seed=1, step=6), 3)) == steps[6:]
     assert next(batches_from([3, 4], batch_size=5, seed=0, step=0)) in ([0, 1], [1, 0])

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.nn.functional as F
+from torch.nn.functional import embedding, linear
 
 from flare_core.compute.attention import BatchRow
 from flare_core.compute.attention_cpu import CpuAttention
@@ -56,13 +56,13 @@ def test_the_padded_pass_gives_the_rows_that_the_engine_computes(loaded, convers
         ids = torch.tensor(conversations[index].tokens)
         plan = attention.chunk(list(range(8)), 0, len(ids))
         hidden = model.hidden(ids, torch.arange(len(ids)).float(), plan)
-        logits = F.linear(rows[index, : len(ids)], model.head.weight)
+        logits = linear(rows[index, : len(ids)], model.head.weight)
         torch.testing.assert_close(logits, model.local_logits(hidden), atol=1e-4, rtol=1e-4)
         one = attention.batch([BatchRow(list(range(8)), len(ids) - 1)])
         last = model.hidden(ids[-1:], torch.tensor([len(ids) - 1.0]), one)
         torch.testing.assert_close(logits[-1:], model.local_logits(last), atol=1e-4, rtol=1e-4)
         width = model.config.hidden_size
-        torch.testing.assert_close(tapped[index, : len(ids), :width], F.embedding(ids, model.embedding))
+        torch.testing.assert_close(tapped[index, : len(ids), :width], embedding(ids, model.embedding))
     first = dataclasses.replace(model, layers=model.layers[:1])
     shallow = first.hidden(
         torch.tensor(conversations[0].tokens),

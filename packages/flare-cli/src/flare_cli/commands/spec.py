@@ -84,7 +84,7 @@ def train(
     Makes prompts, lets the target answer them, trains, and writes the drafter. Run again with the same options, it
     goes on where it was interrupted.
     """
-    from flare_cli.draft_training import AnswerOptions, TrainOptions, TrainingDisplay, train_drafter
+    from flare_cli.draft_training import AnswerOptions, TrainingDisplay, TrainOptions, train_drafter
 
     answering = AnswerOptions(
         directory=Path(answers) if answers else Path(output) / "answers",

@@ -93,9 +93,9 @@ def _chances(
     gamma = rows.shape[2]
     before = blocks.anchors[0].unsqueeze(1) + torch.arange(gamma, device=rows.device)
     parts = zip(
-        rows[0].flatten(0, 1).split(_ROWS_AT_ONCE),
-        operands[0].flatten(0, 1).split(_ROWS_AT_ONCE),
-        batch.rows[0, before].flatten(0, 1).split(_ROWS_AT_ONCE),
+        torch.split(rows[0].flatten(0, 1), _ROWS_AT_ONCE),
+        torch.split(operands[0].flatten(0, 1), _ROWS_AT_ONCE),
+        torch.split(batch.rows[0, before].flatten(0, 1), _ROWS_AT_ONCE),
         strict=True,
     )
     head = model.head.weight

@@ -15,8 +15,8 @@ from flare_core.compute.layers import LayerWeights, project, project_onto, rms_n
 from flare_core.compute.rotary import rotate_
 from flare_core.compute.sharded_model import ShardedModel
 from flare_core.errors import UsageError
-from flare_spec.training.conversations import Conversation, padded
 from flare_spec.dspark.training_data import TrainingBatch
+from flare_spec.training.conversations import Conversation, padded
 
 __all__ = ["target_batch", "target_outputs"]
 
@@ -67,7 +67,7 @@ def _attended(
         turned.copy_(rms_norm(turned, layer.head_norm))
     rotate_(turned, rotations)
     heads = parts.view(batch, -1, num_query + 2 * num_kv, dim).transpose(1, 2)
-    query, key, value = heads.split([num_query, num_kv, num_kv], dim=1)
+    query, key, value = torch.split(heads, [num_query, num_kv, num_kv], dim=1)
     group = num_query // num_kv
     output = F.scaled_dot_product_attention(
         query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1), is_causal=True
