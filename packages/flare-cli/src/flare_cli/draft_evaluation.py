@@ -54,10 +54,11 @@ def evaluate_drafter(target: str, options: EvalOptions, *, device: str, display:
     Raises:
         UsageError: no answers to measure with.
     """
+    directory = model_directory(target)  # before torch is loaded, which takes seconds
+
     from flare_core.compute.loading import load_runner
     from flare_spec.training.conversations import read_conversations
 
-    directory = model_directory(target)
     answers = {
         name: [each for _, each in sorted(read_conversations(options.answers / name).items())]
         for name in (GREEDY, SAMPLED)
@@ -89,11 +90,10 @@ def _compared(results: Mapping[str, Sequence[Rounds | None]]) -> EvalReport:
 
 
 def _has_markov(directory: Path, loaded: LoadedRunner) -> bool:
-    import torch
-
     from flare_spec.dspark.weights import load_block_draft
 
-    draft = load_block_draft(directory, loaded.config, dtype=torch.float32, device=torch.device("cpu"))
+    embedding = loaded.runner.model.embedding
+    draft = load_block_draft(directory, loaded.config, dtype=embedding.dtype, device=embedding.device)
     return draft.markov is not None
 
 

@@ -179,11 +179,12 @@ def train_drafter(
     display: TrainingDisplay,
 ) -> None:
     """Answers, then training, as :func:`flare_cli.commands.spec.train` describes. Blocks until all is done."""
+    directory = model_directory(target)  # before torch is loaded, which takes seconds
+
     from flare_core.compute.loading import load_runner
     from flare_spec.dspark.train import TrainSettings
     from flare_spec.training.run import DraftShape, default_taps, draft_config, train_draft, unused_token
 
-    directory = model_directory(target)
     sets = _questions(directory, answering)
     longest = answering.max_tokens + max(len(each.tokens) for one in sets.values() for each in one.values())
     loaded = load_runner(
