@@ -13,6 +13,7 @@ from flare_cli.commands.model import model
 from flare_cli.commands.pool import pool
 from flare_cli.commands.records import records
 from flare_cli.commands.run import run
+from flare_cli.commands.spec import spec
 from flare_cli.commands.status import status
 
 __all__ = ["flare"]
@@ -24,5 +25,5 @@ def flare() -> None:
     """Serve language models on one or many ranks, with a prefix cache on every rank's own disk."""
 
 
-for command in (run, config, export, model, key, records, pool, bench, status):
+for command in (run, config, export, model, key, records, pool, bench, spec, status):
     flare.add_command(command)

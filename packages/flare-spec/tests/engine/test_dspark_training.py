@@ -11,14 +11,12 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from flare_core.compute.model_config import parse_config
-from flare_core.errors import CheckpointError
 from flare_spec.dspark.config import parse_draft_config
 from flare_spec.dspark.draft import DraftNoise, draft_block
 from flare_spec.dspark.testing import flat_draft_config, make_draft_checkpoint
-from flare_spec.dspark.train import DraftTraining, TrainSettings, learning_rate
+from flare_spec.dspark.train import TrainSettings, learning_rate, train
 from flare_spec.dspark.training_data import TrainingBatch, make_blocks, sample_anchors
 from flare_spec.dspark.training_loss import LossWeights, draft_loss
 from flare_spec.dspark.training_model import Trainee, new_trainee, save_trainee
@@ -78,6 +76,8 @@ def raw_config(**changes):
 
 def random_trainee(tmp_path, raw):
     """A random drafter, loaded for drafting and as a trainee of the same numbers."""
+    from safetensors.torch import load_file
+
     directory = make_draft_checkpoint(tmp_path, TARGET, raw)
     tensors = load_file(directory / "model.safetensors")
     config = parse_draft_config(raw, TARGET)
@@ -174,36 +174,17 @@ def trained(raw, target, *, num_steps=250):
     generator = torch.Generator().manual_seed(2)
     batch = target.batch(target.text(8, 64, generator))
     trainee = new_trainee(parse_draft_config(raw, TARGET), generator, device=CPU)
-    settings = TrainSettings(num_steps=num_steps, num_anchors=16, peak_rate=5e-3)
-    training = DraftTraining.create(trainee, settings, embedding=target.embedding, head=target.head)
-    return trainee, [training.step(batch) for _ in range(num_steps)]
-
-
-def test_a_resumed_training_takes_the_steps_that_it_would_have_taken(tmp_path):
-    target, config = Bigrams(), parse_draft_config(raw_config(markov_head_type="rnn"), TARGET)
-
-    def begin():
-        trainee = new_trainee(config, torch.Generator().manual_seed(3), device=CPU)
-        settings = TrainSettings(num_steps=8, num_anchors=4)
-        return DraftTraining.create(trainee, settings, embedding=target.embedding, head=target.head)
-
-    batches = [target.batch(target.text(2, 20, torch.Generator().manual_seed(seed))) for seed in range(6)]
-    batches[1].is_answer[:] = False
-    whole, first, second = begin(), begin(), begin()
-    reports = [whole.step(batch) for batch in batches]
-    assert [report is None for report in reports] == [False, True, False, False, False, False]
-    for batch in batches[:3]:
-        first.step(batch)
-    save_file(dict(first.state()), tmp_path / "state.safetensors")
-    second.restore(load_file(tmp_path / "state.safetensors"))
-    assert second.num_done == 3
-    for batch in batches[3:]:
-        second.step(batch)
-    resumed = second.state()
-    assert whole.state().keys() == resumed.keys()
-    assert all(torch.equal(value, resumed[name]) for name, value in whole.state().items())
-    with pytest.raises(CheckpointError, match=r"fc.weight of shape None, not \(32, 64\)"):
-        begin().restore({"step": torch.tensor([1])})
+    reports = []
+    train(
+        trainee,
+        (batch for _ in range(num_steps)),
+        embedding=target.embedding,
+        head=target.head,
+        settings=TrainSettings(num_steps=num_steps, num_anchors=16, peak_rate=5e-3),
+        report=lambda _, each: reports.append(each),
+    )
+    assert len(reports) == num_steps
+    return trainee, reports
 
 
 def mean_length(reports):
@@ -223,7 +204,6 @@ def accepted_tokens(draft, target, *, num_rounds):
         draft,
         contexts,
         tokens[:, -1],
-        num_tokens=GAMMA,
         noise=DraftNoise(torch.ones(num_rounds), torch.arange(num_rounds)),
         embed=lambda ids: target.embedding[ids],
         base_scores=lambda rows: ((rows @ target.head.T).bfloat16(), None),

@@ -14,17 +14,18 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812  the name everyone knows
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from flare_core.compute.layers import Projection
+from flare_core.compute.model_config import ModelConfig
 from flare_core.compute.rotary import inverse_frequencies
 from flare_spec.dspark.confidence import ConfidenceHead, confidence_logits
-from flare_spec.dspark.config import Confidence, DraftConfig, MarkovKind
+from flare_spec.dspark.config import Confidence, DraftConfig, MarkovKind, parse_draft_config
 from flare_spec.dspark.markov import MarkovHead
 from flare_spec.dspark.tensor_table import draft_tensors
 from flare_spec.dspark.training_data import Blocks
 
-__all__ = ["Trainee", "new_trainee", "save_trainee"]
+__all__ = ["Trainee", "new_trainee", "read_trainee", "save_trainee"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,7 +145,10 @@ def _attend(
 
 
 def new_trainee(config: DraftConfig, generator: torch.Generator, *, device: torch.device) -> Trainee:
-    """A drafter to train: norms of one, biases and w2 of zero (no bias on any token yet), the rest normal by fan-in."""
+    """A drafter to train: norms of one, biases and w2 of zero (no bias on any token yet), the rest normal by fan-in.
+
+    But w1, which is looked up and not multiplied, is normal with a deviation of one.
+    """
     parameters = {}
     for name, shape in draft_tensors(config).items():
         if "norm" in name:
@@ -152,9 +156,21 @@ def new_trainee(config: DraftConfig, generator: torch.Generator, *, device: torc
         elif len(shape) == 1 or name == "markov_head.markov_w2.weight":
             values = torch.zeros(shape)
         else:
-            values = torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+            scale = 1.0 if name == "markov_head.markov_w1.weight" else shape[-1] ** -0.5
+            values = torch.randn(shape, generator=generator) * scale
         parameters[name] = values.to(device).requires_grad_()
     return Trainee(config, parameters)
+
+
+def read_trainee(directory: Path, target: ModelConfig, *, device: torch.device) -> Trainee:
+    """What :func:`save_trainee` wrote, in float32 and without gradients; blocks on the disk.
+
+    For a directory that :func:`flare_spec.dspark.weights.load_block_draft` has read, and so checked, before.
+    """
+    raw = json.loads((directory / "config.json").read_bytes())
+    config = parse_draft_config(raw, target, origin=str(directory / "config.json"))
+    tensors = load_file(directory / "model.safetensors")
+    return Trainee(config, {name: tensors[name].to(device, torch.float32) for name in draft_tensors(config)})
 
 
 def save_trainee(trainee: Trainee, directory: Path, raw: Mapping[str, Any], *, dtype: torch.dtype) -> None:

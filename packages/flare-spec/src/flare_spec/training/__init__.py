@@ -1,0 +1,1 @@
+"""Training and evaluation of block drafters: prompts, the target's answers, its taps, the loop, acceptance lengths."""
