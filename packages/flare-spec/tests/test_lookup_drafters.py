@@ -108,7 +108,7 @@ def test_slots_do_not_see_each_other() -> None:
         ("{", "truncated|malformed|Input data"),
         ('{"method": "dream"}', "method"),
         ('{"method": "ngram", "num_tokens": 3}', "num_tokens"),
-        ('{"method": "dspark"}', '"dspark" needs "model"'),
+        ('{"method": "dflash"}', '"dflash" needs "model"'),
         ('{"method": "ngram", "model": "x"}', "drafts without a model"),
         ('{"method": "ngram", "num_speculative_tokens": 0}', "num_speculative_tokens is 0"),
         ('{"method": "ngram", "num_speculative_tokens": 99}', "from 1 to 31"),

@@ -172,7 +172,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; 0 where every target is met."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, help="a Hugging Face directory; default: the default model")
-    parser.add_argument("--draft", type=Path, help="a block drafter's checkpoint for it, to be measured as well")
+    parser.add_argument("--draft", type=Path, help="a block drafter's checkpoint for it; default: the packaged one")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     directory = options.model or find_default_model()
     if directory is None:
         parser.error("the default model is not here: flare model get smollm2")
-    configs = {"ngram": '{"method": "ngram"}', "suffix": '{"method": "suffix"}'}
+    configs = {method: json.dumps({"method": method}) for method in ("ngram", "suffix", "dspark")}
     if options.draft is not None:
         configs["dspark"] = json.dumps({"method": "dspark", "model": str(options.draft)})
     cells = measure(directory, configs, num_tokens=options.tokens, num_rounds=options.rounds)

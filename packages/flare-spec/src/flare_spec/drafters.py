@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from flare_spec.dspark.drafter import BlockDrafter
     from flare_spec.verification.choosing import ProposingDrafter
 
-__all__ = ["make_chooser", "make_drafter"]
+__all__ = ["PACKAGED_DRAFT", "make_chooser", "make_drafter"]
+
+PACKAGED_DRAFT = Path(__file__).with_name("drafters_data") / "smollm2-135m-instruct"
+"""A DSpark drafter for SmolLM2-135M-Instruct; how it was made says ``docs/speculation.md``."""
 
 _DEFAULT_DRAFTS = 5
 
@@ -60,7 +63,8 @@ def _block_drafter(config: SpeculativeConfig, target: ShardedModel) -> BlockDraf
     from flare_spec.dspark.weights import load_block_draft
 
     weights = target.embedding
-    draft = load_block_draft(Path(config.model or ""), target.config, dtype=weights.dtype, device=weights.device)
+    directory = PACKAGED_DRAFT if config.model is None else Path(config.model)
+    draft = load_block_draft(directory, target.config, dtype=weights.dtype, device=weights.device)
     num_drafts = drafted_tokens(draft.config, config.num_speculative_tokens)
     stream = STREAM_SAMPLE if config.rejection_sample_method == "coupled" else STREAM_DRAFT
     return BlockDrafter(draft, target, num_drafts, stream=stream, threshold=config.confidence_threshold)

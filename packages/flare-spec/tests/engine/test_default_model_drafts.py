@@ -35,7 +35,7 @@ WORLD_SIZES = (1, 2) if IS_LONG else (1,)
 TEMPERATURES = (0.0, 0.8)
 BATCH = 4
 MAX_TIES = 1
-CONFIGS = {"ngram": '{"method": "ngram"}', "suffix": '{"method": "suffix"}'}
+CONFIGS = {"ngram": '{"method": "ngram"}', "suffix": '{"method": "suffix"}', "dspark": '{"method": "dspark"}'}
 
 TASKS = (
     "Repeat three times: {}.", "Write a list of ten facts about {}.", "Explain {} to a child.",
