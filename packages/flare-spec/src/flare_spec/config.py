@@ -23,8 +23,8 @@ class SpeculativeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         num_speculative_tokens: drafts of a sequence in a step, at most; None: 5, or what a drafter was trained for.
         rejection_sample_method: ``coupled``: a draft is kept where sampling would choose it anyway, and texts are those
             without drafts; ``standard``: by rejection sampling, which keeps more and has the same distribution.
-        model: directory of the drafter's checkpoint (dspark, dflash); without one dspark takes the packaged drafter, made
-            for the default model.
+        model: directory of the drafter's checkpoint (dspark, dflash); without one dspark takes the packaged drafter,
+            made for the default model.
         confidence_threshold: drafts end before the first that the drafter is less sure of (dspark with such a head).
         prompt_lookup_max, prompt_lookup_min: tokens that must be equal, tried from the longest down (ngram).
         suffix_decoding_max_tree_depth: tokens that are compared at most (suffix).

@@ -128,6 +128,7 @@ def greedy_acceptance(
             draft,
             [walk.context for walk in going],
             torch.tensor([walk.anchor for walk in going], device=model.embedding.device),
+            num_tokens=draft.config.gamma,
             noise=_greedy(len(going), model.embedding.device),
             embed=lambda ids: F.embedding(ids, model.embedding).to(draft.backbone.fuse.weight.dtype),
             base_scores=lambda rows: (F.linear(rows.to(model.head.weight.dtype), model.head.weight).bfloat16(), None),
