@@ -17,6 +17,7 @@ from flare_cache.pool.admin_messages import ListRecords, Status, Verify
 from flare_cache.pool.client import PoolClient, PoolRefused, PoolUnavailable
 from flare_cache.pool.local_storage import open_local_storage
 from flare_cache.pool.messages import (
+    MAX_WORLD_SIZE,
     POOL_REQUEST,
     GetStart,
     Has,
@@ -54,8 +55,13 @@ def wait_until(is_so, seconds: float = 10.0) -> None:
 
 @pytest.mark.parametrize(
     ("fields", "reason"),
-    [({"protocol": 99}, "version"), ({"rank": 7}, "malformed"), ({"namespace": b"short"}, "malformed")],
-    ids=["protocol", "rank", "namespace"],
+    [
+        ({"protocol": 99}, "version"),
+        ({"rank": 7}, "malformed"),
+        ({"world_size": MAX_WORLD_SIZE + 1}, "malformed"),
+        ({"namespace": b"short"}, "malformed"),
+    ],
+    ids=["protocol", "rank", "world size", "namespace"],
 )
 def test_a_rank_that_is_not_what_it_should_be_is_refused_by_name(tmp_path, fields, reason) -> None:
     with managing(tmp_path / "pool") as server, pytest.raises(PoolRefused, match=reason):

@@ -27,6 +27,7 @@ from flare_cache.pool.core_words import (
 )
 from flare_cache.pool.manifest import Extent, Manifest, Shard, encode_manifest, manifest_name, shard_name
 from flare_cache.pool.messages import (
+    MAX_WORLD_SIZE,
     POOL_PROTOCOL,
     Commit,
     Committed,
@@ -166,7 +167,7 @@ class PoolCore:
         if self.is_draining:
             return Refused(reason=RefusedReason.DRAINING, detail="the manager is ending")
         lengths = (len(request.namespace), len(request.set_fingerprint), len(request.session))
-        if lengths != (32, 32, 16) or not 0 <= request.rank < request.world_size:
+        if lengths != (32, 32, 16) or not 0 <= request.rank < request.world_size <= MAX_WORLD_SIZE:
             return Refused(reason=RefusedReason.MALFORMED, detail=f"rank {request.rank} of {request.world_size}")
         self._sessions[session] = request
         own = self.space.namespaces.get(request.namespace)

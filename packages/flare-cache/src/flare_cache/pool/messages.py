@@ -16,6 +16,7 @@ from flare_cache.pool.manifest import Extent, Manifest
 from flare_transport.framing import FrameType
 
 __all__ = [
+    "MAX_WORLD_SIZE",
     "POOL_PROTOCOL",
     "POOL_REPLY",
     "POOL_REQUEST",
@@ -47,6 +48,9 @@ __all__ = [
 POOL_PROTOCOL = 1
 """What these messages are; a manager refuses a rank with another number."""
 
+MAX_WORLD_SIZE = 1024
+"""Ranks of an instance, at most: the manager counts to it for each record."""
+
 POOL_REQUEST = FrameType(60, "POOL_REQUEST", 4 << 20)
 POOL_REPLY = FrameType(61, "POOL_REPLY", 16 << 20)
 
@@ -56,7 +60,10 @@ class _Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class Register(_Message, frozen=True, kw_only=True):
-    """The first request on a link. ``session`` is what rank zero proposed; ``buffers`` are sizes of staging areas."""
+    """The first request on a link. ``session`` is what rank zero proposed; ``buffers`` are sizes of staging areas.
+
+    ``rank`` is below ``world_size``, which is at most :data:`MAX_WORLD_SIZE`.
+    """
 
     protocol: int
     namespace: bytes

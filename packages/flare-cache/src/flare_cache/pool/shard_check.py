@@ -6,6 +6,7 @@ still in a cache, so that little is left to do when the last section has.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -57,7 +58,9 @@ class ShardCheck:
         with self._mutex:
             self._arrived = _merged(self._arrived, (offset, offset + num_bytes))
             if offset == 0:
-                self._take_header()
+                # Not whole yet, or bad: told at the end.
+                with contextlib.suppress(RecordError):
+                    self._take_header()
             due = [section for section in self._pending if _covers(self._arrived, section)]
             self._pending = [section for section in self._pending if not _covers(self._arrived, section)]
         self._digest(due)
@@ -68,35 +71,32 @@ class ShardCheck:
         Raises:
             RecordError: what is wrong with it.
         """
-        header = self._header or decode_header(self.data)
-        if self.set_fingerprint is not None and header.set_fingerprint != self.set_fingerprint:
-            raise RecordError(Problem.OTHER_SET, f"set {header.set_fingerprint.hex()[:16]}")
-        if (header.rank, header.world_size) != (self.rank, self.world_size):
-            raise RecordError(Problem.OTHER_RANK, f"rank {header.rank} of {header.world_size}")
-        check_same_record(header.identity, self.record)
-        layout = header.layout
-        if len(self.data) != extent_bytes(layout, self.extent):
-            raise RecordError(Problem.TRUNCATED, f"{len(self.data)} bytes are no shard with its {self.extent}")
-        if self._header is None:
-            self._header, self._pending = header, _sections(header, len(self.data))
+        header = self._header or self._take_header()
         self._digest(self._pending)
         if self._problem is not None:
             raise self._problem
+        header_bytes = header.layout.header_bytes
         return ShardFacts(
             record=self.record,
             extent=self.extent,
             token_ids=header.token_ids,
             invariant_digest=header.invariant_digest,
             num_bytes=len(self.data),
-            header_digest=bytes(self.data[layout.header_bytes - _DIGEST_BYTES : layout.header_bytes]),
+            header_digest=bytes(self.data[header_bytes - _DIGEST_BYTES : header_bytes]),
         )
 
-    def _take_header(self) -> None:
-        try:
-            self._header = decode_header(self.data)
-        except RecordError:
-            return  # not whole yet, or bad: told at the end
-        self._pending = _sections(self._header, len(self.data))
+    def _take_header(self) -> RecordHeader:
+        """The header, if it is this shard's: only then its counts are believed. Raises RecordError."""
+        header = decode_header(self.data)
+        if self.set_fingerprint is not None and header.set_fingerprint != self.set_fingerprint:
+            raise RecordError(Problem.OTHER_SET, f"set {header.set_fingerprint.hex()[:16]}")
+        if (header.rank, header.world_size) != (self.rank, self.world_size):
+            raise RecordError(Problem.OTHER_RANK, f"rank {header.rank} of {header.world_size}")
+        check_same_record(header.identity, self.record)
+        if len(self.data) != extent_bytes(header.layout, self.extent):
+            raise RecordError(Problem.TRUNCATED, f"{len(self.data)} bytes are no shard with its {self.extent}")
+        self._header, self._pending = header, _sections(header, len(self.data))
+        return header
 
     def _digest(self, sections: Sequence[_Section]) -> None:
         header = self._header
