@@ -204,6 +204,7 @@ def accepted_tokens(draft, target, *, num_rounds):
         draft,
         contexts,
         tokens[:, -1],
+        num_tokens=draft.config.gamma,
         noise=DraftNoise(torch.ones(num_rounds), torch.arange(num_rounds)),
         embed=lambda ids: target.embedding[ids],
         base_scores=lambda rows: ((rows @ target.head.T).bfloat16(), None),

@@ -33,10 +33,14 @@ class TokenChooser(Protocol):
     """Chooses tokens from each rank's own logits. Every rank calls it for every step; blocks for the others."""
 
     def __call__(
-        self, local_logits: torch.Tensor, sampled: Sequence[SampledRows], states: Sequence[SlotSampling]
+        self,
+        local_logits: torch.Tensor,
+        sampled: Sequence[SampledRows],
+        states: Sequence[SlotSampling],
+        gathered: torch.Tensor | None,
     ) -> Chosen:
-        """``local_logits`` [rows, ids of this rank] float32, which may be changed: the rows of ``sampled``, in order;
-        ``states``: each run's."""
+        """``local_logits`` [rows, ids of this rank] float32: the rows of ``sampled``, in order; ``states``: each run's;
+        ``gathered`` [rows, vocabulary]: where a step has gathered them anyway. Logits may be changed."""
         ...
 
 
@@ -47,7 +51,11 @@ class GatheredRows:
     model: ShardedModel
 
     def __call__(
-        self, local_logits: torch.Tensor, sampled: Sequence[SampledRows], states: Sequence[SlotSampling]
+        self,
+        local_logits: torch.Tensor,
+        sampled: Sequence[SampledRows],
+        states: Sequence[SlotSampling],
+        gathered: torch.Tensor | None,
     ) -> Chosen:
         """See the port."""
         # The token being decided stands behind the one that was computed.
@@ -56,4 +64,5 @@ class GatheredRows:
             for state, each in zip(states, sampled, strict=True)
             for index, position in enumerate(each.positions)
         ]
-        return Chosen(choose_tokens(self.model.gather_logits(local_logits), rows))
+        logits = self.model.gather_logits(local_logits) if gathered is None else gathered
+        return Chosen(choose_tokens(logits, rows))

@@ -312,10 +312,11 @@ class TorchRunner:
         parts = [self.model.local_logits(rows) for rows in hidden]
         local = parts[0] if len(parts) == 1 else torch.cat(parts)
         states = [self._slot(each.run.slot).sampling for each in sampled]
-        raw_logits = None
+        gathered = raw_logits = None
         if any(state.params.logprobs is not None for state in states):
-            raw_logits = clean_(self.model.gather_logits(local).clone())
-        chosen = self._choose(local, sampled, states)
+            gathered = self.model.gather_logits(local)
+            raw_logits = clean_(gathered.clone())
+        chosen = self._choose(local, sampled, states, gathered)
         return chosen, None if raw_logits is None else raw_logprobs(raw_logits, chosen.tokens)
 
     def _remember(self, sampled: Sequence[SampledRows], tokens: torch.Tensor, kept: Sequence[range]) -> None:

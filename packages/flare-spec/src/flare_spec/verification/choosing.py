@@ -43,9 +43,15 @@ class ShardChooser:
     model: ShardedModel
 
     def __call__(
-        self, local_logits: torch.Tensor, sampled: Sequence[SampledRows], states: Sequence[SlotSampling]
+        self,
+        local_logits: torch.Tensor,
+        sampled: Sequence[SampledRows],
+        states: Sequence[SlotSampling],
+        gathered: torch.Tensor | None,
     ) -> Chosen:
-        """See the port. One collective for rows without filters."""
+        """See the port. One collective for rows without filters, none where rows are gathered anyway."""
+        if gathered is not None:
+            return GatheredRows(self.model)(local_logits, sampled, states, gathered)
         vocab_size = self.model.config.vocab_size
         batch = _batch(sampled, states, local_logits.device)
         table = row_table(batch, vocab_size)
@@ -65,9 +71,14 @@ class RatioChooser:
     proposing: ProposingDrafter | None
 
     def __call__(
-        self, local_logits: torch.Tensor, sampled: Sequence[SampledRows], states: Sequence[SlotSampling]
+        self,
+        local_logits: torch.Tensor,
+        sampled: Sequence[SampledRows],
+        states: Sequence[SlotSampling],
+        gathered: torch.Tensor | None,
     ) -> Chosen:
         """See the port. Two collectives for rows without filters."""
+        del gathered
         batch = _batch(sampled, states, local_logits.device)
         proposal: Proposal = OneHot()
         if self.proposing is not None and any(batch.num_drafts):
