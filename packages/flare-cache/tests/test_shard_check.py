@@ -89,3 +89,28 @@ def test_what_was_checked_on_its_way_is_not_read_again() -> None:
     check.arrived(0, len(shard))
     shard[-5000] ^= 1  # nobody would: what has arrived changes no more
     assert isinstance(verdict(check), ShardFacts)
+
+
+def test_a_header_is_not_believed_before_all_of_it_has_come() -> None:
+    """Padding that has not come yet is zero, as it should be: only what came counts."""
+    record, shard = make_shard(1)
+    shard[408] ^= 1
+    check = ShardCheck(memoryview(bytearray(len(shard))), record, Extent.ROW, SET, GEOMETRY.rank, 2)
+    for start, end in ((0, 408), (409, len(shard)), (408, 409)):
+        check.data[start:end] = shard[start:end]
+        check.arrived(start, end - start)
+    with pytest.raises(RecordError, match="SHA-256"):
+        check.finish()
+
+
+def test_what_lay_in_a_buffer_before_is_not_taken_for_what_came() -> None:
+    record, shard = make_shard(2)
+    used = memoryview(bytearray(shard))
+    shard[-5000] ^= 1
+    shard[100] ^= 1
+    check = ShardCheck(used, record, Extent.ROW, SET, GEOMETRY.rank, 2)
+    for start, end in ((0, 64), (4096, len(shard)), (64, 4096)):
+        used[start:end] = shard[start:end]
+        check.arrived(start, end - start)
+    with pytest.raises(RecordError):
+        check.finish()

@@ -57,10 +57,10 @@ class ShardCheck:
         """So many bytes are there, and change no more. Blocks for reading the sections that are whole now."""
         with self._mutex:
             self._arrived = _merged(self._arrived, (offset, offset + num_bytes))
-            if offset == 0:
+            if self._header is None and self._arrived[0][0] == 0:
                 # Not whole yet, or bad: told at the end.
                 with contextlib.suppress(RecordError):
-                    self._take_header()
+                    self._take_header(self._arrived[0][1])
             due = [section for section in self._pending if _covers(self._arrived, section)]
             self._pending = [section for section in self._pending if not _covers(self._arrived, section)]
         self._digest(due)
@@ -71,7 +71,7 @@ class ShardCheck:
         Raises:
             RecordError: what is wrong with it.
         """
-        header = self._header or self._take_header()
+        header = self._header or self._take_header(len(self.data))
         self._digest(self._pending)
         if self._problem is not None:
             raise self._problem
@@ -85,9 +85,12 @@ class ShardCheck:
             header_digest=bytes(self.data[header_bytes - _DIGEST_BYTES : header_bytes]),
         )
 
-    def _take_header(self) -> RecordHeader:
-        """The header, if it is this shard's: only then its counts are believed. Raises RecordError."""
-        header = decode_header(self.data)
+    def _take_header(self, num_bytes: int) -> RecordHeader:
+        """The header, if it lies in the first ``num_bytes`` and is this shard's: only then it is believed.
+
+        What lies behind may be anything: zeros, or another shard whose buffer this was. Raises RecordError.
+        """
+        header = decode_header(self.data[:num_bytes])
         if self.set_fingerprint is not None and header.set_fingerprint != self.set_fingerprint:
             raise RecordError(Problem.OTHER_SET, f"set {header.set_fingerprint.hex()[:16]}")
         if (header.rank, header.world_size) != (self.rank, self.world_size):
