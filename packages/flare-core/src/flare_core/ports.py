@@ -42,8 +42,8 @@ class Drafter(Protocol):
     """Guesses how sequences go on. Called by the engine thread of every rank, in the same order, with equal arguments.
 
     Ranks do not compare proposals: they are functions of the arguments alone, without a clock or other chance.
-    Blocks for as long as drafting takes, which is part of the step. What is proposed never changes what a request
-    says, only how soon.
+    Blocks for as long as drafting takes, which is part of the step. What is proposed changes how soon a request says
+    something; not what, by the coupled rule, nor its distribution, by rejection sampling.
     """
 
     @property

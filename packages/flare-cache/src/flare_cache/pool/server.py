@@ -76,6 +76,7 @@ _TRANSFER_BYTES = 16
 _TICK_SECONDS = 0.5
 _NUM_WORKERS = 8
 _NUM_WRITERS = 8
+"""So many writes keep a disk busy beside connections that keep the cores busy: a writer may wait for its turn."""
 _log = logging.getLogger(__name__)
 
 
