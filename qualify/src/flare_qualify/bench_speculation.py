@@ -162,9 +162,7 @@ def _show(cells: Sequence[Cell], title: str) -> bool:
     console.print(table)
     best = max(cell.ratio for cell in cells if cell.text.startswith("repetitive"))
     least = min(cell.ratio for cell in cells)
-    console.print(
-        f"best on repetitive text {best:.2f} (target {REPETITIVE_RATIO}), least {least:.2f} ({LEAST_RATIO})"
-    )
+    console.print(f"best on repetitive text {best:.2f} (target {REPETITIVE_RATIO}), least {least:.2f} ({LEAST_RATIO})")
     return best > REPETITIVE_RATIO and least >= LEAST_RATIO
 
 
